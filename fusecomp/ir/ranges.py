@@ -1,0 +1,96 @@
+"""Which keys a query tile can reach: the one account of skipped work, for the cost model and the kernels alike.
+
+A mask term that is linear in kv_idx with coefficient +-1 bounds it:
+
+    q_idx >= kv_idx              kv_idx <  q_idx + 1
+    q_idx - kv_idx < W           kv_idx >= q_idx - W + 1
+    kv_idx < lengths[b]          kv_idx <  lengths[b]
+
+Every other term is `loose`: it bounds nothing and is tested on each tile that is visited.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+from fusecomp.ir.algebra import COMPARE, Poly, apply, from_poly, poly, substitute
+from fusecomp.ir.expr import Apply, Const, Expr, Var, kind, variables
+
+
+@dataclass(frozen=True)
+class Bound:
+    """kv_idx >= edge (a lower bound) or kv_idx < edge (an upper one); edge is affine in q_idx."""
+
+    edge: Expr
+    slope: int
+    """d edge / d q_idx. The edge is monotone in q_idx, so its extremes over a tile lie at the tile's ends."""
+    term: Expr
+    """The mask term it came from."""
+
+    def least(self, first: Expr, last: Expr, q_idx: Var) -> Expr:
+        """The smallest edge over the query rows first..last (both included)."""
+        return substitute(self.edge, {q_idx: first if self.slope >= 0 else last})
+
+    def greatest(self, first: Expr, last: Expr, q_idx: Var) -> Expr:
+        """The largest edge over the query rows first..last."""
+        return substitute(self.edge, {q_idx: last if self.slope >= 0 else first})
+
+
+@dataclass(frozen=True)
+class Reach:
+    """What the keep terms say about kv_idx.
+
+    A query tile visits [max lower.least, min upper.greatest); inside [max lower.greatest, min upper.least) only the
+    `loose` terms still need a test (none: no mask at all).
+    """
+
+    lower: tuple[Bound, ...] = ()
+    upper: tuple[Bound, ...] = ()
+    loose: tuple[Expr, ...] = ()
+
+
+@lru_cache(maxsize=1024)
+def reach(keep: tuple[Expr, ...], q_idx: str = "q_idx", kv_idx: str = "kv_idx") -> Reach:
+    """Sort mask terms into bounds on kv_idx and loose ones."""
+    lower: list[Bound] = []
+    upper: list[Bound] = []
+    loose: list[Expr] = []
+    for term in keep:
+        match bound_of(term, q_idx, kv_idx):
+            case "lower", bound:
+                lower.append(bound)
+            case "upper", bound:
+                upper.append(bound)
+            case _:
+                loose.append(term)
+    return Reach(tuple(lower), tuple(upper), tuple(loose))
+
+
+def bound_of(term: Expr, q_idx: str, kv_idx: str) -> tuple[str, Bound] | None:
+    """The bound that one term puts on kv_idx, or None."""
+    match term:
+        case Apply(op, (a, b)) if op in COMPARE and kind(a) != "float" and kind(b) != "float":
+            sign, strict = COMPARE[op]
+        case _:
+            return None
+    # slack = sign (b - a) - strict >= 0, split as  c kv_idx + slope q_idx + rest
+    difference = apply("sub", b, a) if sign > 0 else apply("sub", a, b)
+    slack = poly(apply("sub", difference, Const(strict)))
+    c, slack = _coefficient(slack, kv_idx)
+    slope, rest = _coefficient(slack, q_idx)
+    if c not in (1, -1) or any(variables(f) & {q_idx, kv_idx} for m in rest for f in m):
+        return None
+    if c == -1:  # kv_idx <= slope q_idx + rest
+        edge = from_poly({**slack, (): slack.get((), 0) + 1})
+        return "upper", Bound(edge, slope, term)
+    edge = from_poly({m: -k for m, k in slack.items()})  # kv_idx >= -(slope q_idx + rest)
+    return "lower", Bound(edge, -slope, term)
+
+
+def _coefficient(p: Poly, name: str) -> tuple[int, Poly]:
+    """(coefficient of the index alone, the polynomial without that monomial)."""
+    for monomial, c in p.items():
+        if len(monomial) == 1 and isinstance(monomial[0], Var) and monomial[0].name == name:
+            return c, {m: k for m, k in p.items() if m != monomial}
+    return 0, p

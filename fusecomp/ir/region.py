@@ -1,0 +1,189 @@
+"""One recognised attention, as mathematics: no FX nodes, no strides, no devices.
+
+    score_t(b, h, q_idx, kv_idx) = sum_d  Q_t[...] K_t[...]
+    S                            = score(score_0, ..., b, h, q_idx, kv_idx)      where keep holds, else the fill
+    O(b, h, q_idx, dv)           = sum_kv_idx  weight * softmax_kv_idx(S, with the sink) * V[...]
+
+A test can write a region by hand; `patterns.attention` finds it in a graph.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from dataclasses import dataclass, fields, replace
+
+from fusecomp.ir.expr import Const, Expr, Load, Score, Size, Var, parts, text
+
+
+@dataclass(frozen=True)
+class Operand:
+    """A tensor the kernel reads. Its strides and, where they are Sizes, its lengths are known at run time."""
+
+    name: str
+    shape: tuple[Expr, ...]
+    dtype: str
+    """Short torch name: "bfloat16", "float32", "bool", "int64" ..."""
+
+
+@dataclass(frozen=True)
+class Access:
+    """operand[index]: which element of a tensor stands at (batch axes, q_idx or kv_idx, d)."""
+
+    operand: str
+    index: tuple[Expr, ...]
+
+    def __str__(self) -> str:
+        return f"{self.operand}[{', '.join(map(text, self.index))}]"
+
+
+@dataclass(frozen=True)
+class Product:
+    """score = sum over d of q * k, both rounded to `dtype` first, accumulated in float32."""
+
+    q: Access
+    k: Access
+    d: Var
+    dtype: str
+
+
+@dataclass(frozen=True)
+class AttentionRegion:
+    """softmax(S) V over one graph region."""
+
+    operands: tuple[Operand, ...]
+    """Every tensor read, in the order in which the kernel takes them."""
+    batch: tuple[Var, ...]
+    """The axes that Q, O (and perhaps K, V) run over together, outermost first: (b, h), (b, h, g), (b,), ()."""
+    q_idx: Var
+    kv_idx: Var
+    products: tuple[Product, ...]
+    v: Access
+    dv: Var
+    score: Expr
+    """S at live positions, in Score(t), the indices, Loads and constants. Natural exponent."""
+    keep: tuple[Expr, ...] = ()
+    """The conjunction that says which keys a query sees. Elsewhere S holds the fill, and the weight is 0."""
+    filled_score: Expr | None = None
+    """S with its finite fill, for rows that may see no key at all: those rows are softmax(filled_score) over every
+    key. None where dead scores are -inf (such a row is then `empty_row`) or where every row provably sees a key."""
+    fill: float = float("-inf")
+    """What S holds at dead positions; a row whose largest live score is within 104 of a finite fill, or that has none,
+    needs `filled_score`."""
+    weight: Expr = Const(1.0)
+    """A factor on the probabilities, after the softmax."""
+    sink: Expr | None = None
+    """A logit that takes part in the normaliser but gives no value; a function of the batch axes and q_idx."""
+    empty_row: str = "nan"
+    """"nan": a row whose scores are all -inf gives NaN, as softmax does; "zero": it gives 0."""
+    pv_dtype: str = "float32"
+    """The probabilities and V are rounded to this dtype for the second product."""
+    out_dtype: str = "float32"
+    out_axes: tuple[str, ...] = ("b", "h", "q_idx", "dv")
+    """Axis names in the order of O's dimensions."""
+    out_order: tuple[int, ...] = (0, 1, 2, 3)
+    """O's dimensions in the order of memory, outermost first: (0, 2, 1, 3) for [B, M, H, Dv] memory."""
+    precision: str = "ieee"
+    """Of float32 products: "ieee" or "tf32", torch.get_float32_matmul_precision's meaning."""
+    origin: str = ""
+    """The user's source line: "model.py:18"."""
+    source: str = ""
+    """The text of that line."""
+
+    @property
+    def sizes(self) -> tuple[str, ...]:
+        """Names of the run-time lengths the kernel takes, in order: the batch axes', M, N, then what expressions use."""
+        named = [s.name for v in (*self.batch, self.q_idx, self.kv_idx) for s in [v.size] if isinstance(s, Size)]
+        used = [x.name for e in self.expressions() for x in parts(e) if isinstance(x, Size)]
+        return tuple(dict.fromkeys([*named, *sorted(set(used))]))
+
+    def expressions(self) -> Iterator[Expr]:
+        """Every expression of the region, accesses included."""
+        for product in self.products:
+            yield from product.q.index
+            yield from product.k.index
+        yield from self.v.index
+        yield from (self.score, *self.keep, self.weight)
+        yield from (e for e in (self.filled_score, self.sink) if e is not None)
+
+    def operand(self, name: str) -> Operand:
+        return next(o for o in self.operands if o.name == name)
+
+    @property
+    def loads(self) -> tuple[Operand, ...]:
+        """The operands other than Q, K and V: biases, masks, lengths, tables, sinks."""
+        held = {a.operand for p in self.products for a in (p.q, p.k)} | {self.v.operand}
+        return tuple(o for o in self.operands if o.name not in held)
+
+    @property
+    def key(self) -> str:
+        """A hash of what the kernel computes; where it came from does not count."""
+        plain = replace(self, origin="", source="")
+        return hashlib.sha256(repr([getattr(plain, f.name) for f in fields(plain)]).encode()).hexdigest()[:16]
+
+    @property
+    def head_size(self) -> int:
+        """D, summed over the products."""
+        return sum(extent(p.d) for p in self.products)
+
+    def kv_shared_by(self) -> tuple[str, ...]:
+        """Batch axes along which neighbouring programs read the same K and V (grouped heads): those that neither the
+        keys nor the values depend on, or only through `axis // group`."""
+        accesses = [*(p.k for p in self.products), self.v]
+        free = [v.name for v in self.batch if not any(_mentions(a, v.name) for a in accesses)]
+        return tuple(free)
+
+    def q_per_kv(self) -> int:
+        """Query heads per key head, where the keys are read at `h // group`; 1 otherwise."""
+        from fusecomp.ir.expr import Apply
+
+        for e in self.products[0].k.index:
+            for x in parts(e):
+                match x:
+                    case Apply("floordiv", (Var(name, _), Const(int(group)))) if name == self.batch[-1].name:
+                        return group
+        return 1
+
+    def __str__(self) -> str:
+        return "\n".join(describe(self))
+
+
+def _mentions(access: Access, name: str) -> bool:
+    return any(isinstance(x, Var) and x.name == name for e in access.index for x in parts(e))
+
+
+def extent(v: Var) -> int:
+    """The size of an index whose size is constant, such as d."""
+    if not isinstance(v.size, Const):
+        raise ValueError(f"index {v.name} has run-time size {v.size}; a constant is needed here")
+    return int(v.size.value)
+
+
+def describe(region: AttentionRegion) -> Iterator[str]:
+    """The region as a person writes it, a line at a time."""
+    where = f"attention at {region.origin}" if region.origin else "attention"
+    head = ", ".join([f"{v.name} < {text(v.size)}" for v in (*region.batch, region.q_idx, region.kv_idx)])
+    yield f"{where}   {head}, D {region.head_size}, Dv {extent(region.dv)}, {region.operands[0].dtype}"
+    for t, p in enumerate(region.products):
+        yield f"    {text(Score(t))} = sum_{p.d.name} {p.q} * {p.k}"
+    yield f"    S = {text(region.score)}"
+    if region.keep:
+        yield f"    keep  {'  and  '.join(map(_clause, region.keep))}"
+    if region.filled_score is not None:
+        yield f"    elsewhere S = {region.fill!r}; a row that sees no key averages over all of them"
+    if region.sink is not None:
+        yield f"    sink  {text(region.sink)}"
+    weights = "softmax(S)" if region.weight == Const(1.0) else f"({text(region.weight)} * softmax(S))"
+    empty = ", 0 where no key is seen" if region.empty_row == "zero" else ""
+    yield f"    O = {weights} {region.v}{empty}"
+
+
+def _clause(e: Expr) -> str:
+    from fusecomp.ir.expr import Apply
+
+    return f"({text(e)})" if isinstance(e, Apply) and e.op in ("or", "xor", "where") else text(e)
+
+
+def loads_of(e: Expr) -> frozenset[str]:
+    """Names of the tensors `e` reads."""
+    return frozenset(x.tensor for x in parts(e) if isinstance(x, Load))
