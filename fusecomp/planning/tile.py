@@ -1,0 +1,66 @@
+"""The plan of one kernel, and what it is predicted to cost."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Predicted cost of one launch. Bytes, operations and seconds; for one whole launch unless a field says otherwise."""
+
+    flops: float
+    """Tensor-core operations, a multiply-add counted as two."""
+    hbm_bytes: float
+    """Bytes moved to and from device memory."""
+    unfused_hbm_bytes: float
+    """The same for eager PyTorch, which writes and reads the M x N scores and probabilities."""
+    smem_bytes: int
+    """Shared memory of one program."""
+    registers: int
+    """32-bit registers of one thread."""
+    programs: int
+    """Programs in the grid."""
+    waves: float
+    """Programs over what the device holds at once."""
+    seconds: float
+    """Predicted time."""
+    bound: str
+    """What limits it: "tensor cores", "special functions", "memory", "shared memory", "latency"."""
+
+
+@dataclass(frozen=True)
+class Rejected:
+    """A tile that was considered and not taken."""
+
+    block_m: int
+    block_n: int
+    warps: int
+    stages: int
+    reason: str
+    """"needs 262144 B of shared memory, 232448 usable", "predicted 12 % slower" ..."""
+
+
+@dataclass(frozen=True)
+class TilePlan:
+    """Br x Bc = block_m x block_n and the schedule of one kernel."""
+
+    skeleton: str
+    """"prefill": a program per query tile walks its keys. "decode": the keys are split over programs, then combined."""
+    block_m: int
+    """Rows of a query tile (with `pack` > 1: query rows times packed heads)."""
+    block_n: int
+    """Keys of a tile."""
+    d_chunks: tuple[tuple[int, ...], ...]
+    """For each product, D as a sum of at most two powers of two >= 16, largest first: 192 = (128, 64), 80 = (64, 16).
+    Their sum may exceed D; the rest is masked."""
+    dv_chunks: tuple[int, ...]
+    """The same for Dv."""
+    warps: int
+    stages: int
+    pack: int = 1
+    """Query heads that share a KV head and lie in one tile's rows."""
+    cost: Cost | None = None
+    rejected: tuple[Rejected, ...] = ()
+    device: str = ""
+    """Name of the device planned for."""
