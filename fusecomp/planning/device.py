@@ -1,0 +1,199 @@
+"""The machine a kernel is planned for: what one multiprocessor holds, and the rates of its pipes.
+
+    fma_rate  = sms * fma_per_clock * clock      float32 multiply-adds a second
+    sfu_rate  = sms * sfu_per_clock * clock      exp2, log2, reciprocal ... a second
+    smem_rate = sms * 128 B * clock              bytes a second between shared memory and the registers
+    l2_rate   = sms * 64 B * clock               bytes a second between L2 and the multiprocessors, at most
+
+`find` takes a name from the table of `devices`, `live` asks the driver, `from_toml` reads a file.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+import tomllib
+from dataclasses import dataclass, fields, replace
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fusecomp.errors import DeviceError
+
+
+@dataclass(frozen=True)
+class Device:
+    """One accelerator. Bytes, hertz, operations and seconds; a multiply-add is two FLOP."""
+
+    name: str
+    arch: str
+    """"sm_90", "gfx942"."""
+    sms: int
+    """Multiprocessors (compute units)."""
+    smem_bytes: int
+    """Shared memory that one program can use."""
+    smem_per_sm: int
+    """Shared memory that the programs of one multiprocessor share; each takes `SMEM_RESERVED` more than it uses."""
+    registers_per_sm: int
+    """32-bit registers."""
+    registers_per_thread: int
+    """What the compiler may give one thread before it spills."""
+    threads_per_sm: int
+    warp: int
+    """Threads of a warp."""
+    flops_half: float
+    """FLOP/s of bfloat16 and float16 products with float32 sums, dense."""
+    flops_tf32: float
+    flops_fp32: float
+    """FLOP/s of IEEE float32 products."""
+    clock: float
+    fma_per_clock: int
+    """float32 multiply-adds of one multiprocessor in one clock."""
+    sfu_per_clock: int
+    """Special functions of one multiprocessor in one clock."""
+    hbm_rate: float
+    """Bytes a second of device memory."""
+    l2_bytes: int
+    memory_bytes: int
+    launch: float = 3e-6
+    """Seconds from one kernel to the next."""
+
+    @property
+    def fma_rate(self) -> float:
+        return self.sms * self.fma_per_clock * self.clock
+
+    @property
+    def sfu_rate(self) -> float:
+        return self.sms * self.sfu_per_clock * self.clock
+
+    @property
+    def smem_rate(self) -> float:
+        return self.sms * 128.0 * self.clock
+
+    @property
+    def l2_rate(self) -> float:
+        return self.sms * 64.0 * self.clock
+
+    @property
+    def capability(self) -> int:
+        """90 for sm_90; 0 where there is none (AMD)."""
+        return int(self.arch[3:]) if self.arch.startswith("sm_") else 0
+
+    @property
+    def wgmma(self) -> bool:
+        """Whether a group of four warps multiplies straight from shared memory (Hopper)."""
+        return self.capability == 90
+
+    def matmul_rate(self, dtype: str, precision: str = "ieee") -> float:
+        """FLOP/s of products of `dtype` operands."""
+        if dtype in ("float16", "bfloat16"):
+            return self.flops_half
+        return self.flops_tf32 if precision == "tf32" and dtype == "float32" else self.flops_fp32
+
+
+def find(name: str) -> Device:
+    """The device called `name`, in any case and with or without its maker; or a TOML file."""
+    from fusecomp.planning.devices import ALIASES, DEVICES
+
+    if name.endswith(".toml"):
+        return from_toml(name)
+    key = _plain(name)
+    key = ALIASES.get(key, key)
+    if key not in DEVICES:
+        near = difflib.get_close_matches(key, [*DEVICES, *ALIASES], 3, 0.4)
+        hint = f"did you mean {', '.join(near)}? " if near else ""
+        raise DeviceError(f"unknown device {name!r}: {hint}known are {', '.join(DEVICES)}, or a .toml file")
+    return DEVICES[key]
+
+
+def _plain(name: str) -> str:
+    """"NVIDIA H100 80GB HBM3" -> "h100-80gb-hbm3"."""
+    words = re.split(r"[\s_\-]+", name.lower().strip())
+    return "-".join(w for w in words if w not in ("nvidia", "amd", "instinct", "geforce", "tesla"))
+
+
+@lru_cache(maxsize=8)
+def _probe(index: int) -> Device:
+    """What the driver says; rates it does not say come from the table."""
+    said = torch.cuda.get_device_properties(index)
+    hip = getattr(torch.version, "hip", None)
+    arch = said.gcnArchName.split(":")[0] if hip else f"sm_{said.major}{said.minor}"
+    base = like(said.name, arch)
+    known = {
+        "sms": "multi_processor_count",
+        "smem_bytes": "shared_memory_per_block_optin",
+        "smem_per_sm": "shared_memory_per_multiprocessor",
+        "registers_per_sm": "regs_per_multiprocessor",
+        "threads_per_sm": "max_threads_per_multi_processor",
+        "warp": "warp_size",
+        "l2_bytes": "L2_cache_size",
+        "memory_bytes": "total_memory",
+    }
+    found = {ours: int(value) for ours, theirs in known.items() if (value := getattr(said, theirs, 0))}
+    if hip:  # the driver's figures for shared memory are those of the whole unit
+        found = {k: v for k, v in found.items() if not k.startswith("smem")}
+    return scaled(base, found.get("sms", base.sms), name=said.name, arch=arch, **found)
+
+
+def scaled(base: Device, sms: int, **changes: Any) -> Device:
+    """`base` with another number of multiprocessors, and the matrix rates in proportion."""
+    share = sms / base.sms
+    rates = {f: getattr(base, f) * share for f in ("flops_half", "flops_tf32", "flops_fp32")}
+    return replace(base, **{**rates, **changes, "sms": sms})
+
+
+def like(name: str, arch: str) -> Device:
+    """The table's device whose name is inside `name`, else the one of the nearest architecture."""
+    from fusecomp.planning.devices import ALIASES, DEVICES
+
+    key = _plain(name)
+    inside = [n for n in (*DEVICES, *ALIASES) if key == n or key.startswith(f"{n}-")]
+    if inside:
+        best = max(inside, key=len)
+        return DEVICES[ALIASES.get(best, best)]
+    digits = int(re.sub(r"\D", "", arch) or 0)
+    family = [d for d in DEVICES.values() if d.arch[:2] == arch[:2]] or list(DEVICES.values())
+    return min(family, key=lambda d: abs(int(re.sub(r"\D", "", d.arch)) - digits))
+
+
+def live() -> Device | None:
+    """The GPU that PyTorch would use now, or None."""
+    return _probe(torch.cuda.current_device()) if torch.cuda.is_available() else None
+
+
+def current() -> Device:
+    """The live GPU, or the H200 of the table where there is none (planning needs no GPU)."""
+    return live() or find("h200")
+
+
+def from_toml(path: str | Path) -> Device:
+    """A device from a file: `like = "h100-sxm"` and what differs, or every key of `Device`."""
+    try:
+        held = tomllib.loads(Path(path).read_text())
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise DeviceError(f"cannot read device file {path}: {error}") from error
+    base = find(str(held.pop("like"))) if "like" in held else None
+    keys = {f.name: str(f.type) for f in fields(Device)}
+    for key, value in held.items():
+        held[key] = _checked(key, value, keys, path)
+    missing = [k for k in keys if k not in held and k != "launch"]
+    if base is None and missing:
+        raise DeviceError(f'{path}: key {missing[0]!r} is missing (missing in all: {", ".join(missing)}); or say like = "h200"')
+    return replace(base, **held) if base else Device(**held)
+
+
+def _checked(key: str, value: object, keys: dict[str, str], path: str | Path) -> object:
+    """`value` as the field's type, or an error that names the key."""
+    if key not in keys:
+        near = difflib.get_close_matches(key, keys, 1)
+        raise DeviceError(f"{path}: unknown key {key!r}" + (f"; did you mean {near[0]!r}?" if near else ""))
+    if keys[key] == "str":
+        if isinstance(value, str) and value:
+            return value
+        raise DeviceError(f"{path}: key {key!r} must be a text, not {value!r}")
+    whole = keys[key] == "int"
+    if isinstance(value, bool) or not isinstance(value, int if whole else int | float) or not value > 0:
+        raise DeviceError(f"{path}: key {key!r} must be a positive {'whole number' if whole else 'number'}, not {value!r}")
+    return value if whole else float(value)
