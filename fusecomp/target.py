@@ -1,0 +1,178 @@
+"""FILE:FUNCTION on the command line: from a name to something that can be compiled and run.
+
+    FUNCTION may be                                       it runs with
+    a factory: no arguments, returns (model, args)        those args (a tuple, one tensor, or a dict of keywords)
+    a function of tensors, or a model                     random tensors, of the shapes given with --arg
+    a function of no arguments                            nothing
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib.util
+import inspect
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fusecomp.errors import TargetError
+
+SHAPE = "2x4x96x64"
+"""[B, H, N, D] of each tensor that a function takes, where the user gives no shapes."""
+
+
+@dataclass(frozen=True)
+class Target:
+    """A callable and what to call it with."""
+
+    name: str
+    call: Callable[..., Any]
+    args: tuple[Any, ...] = ()
+    kwargs: Mapping[str, Any] = field(default_factory=dict)
+
+    def run(self) -> Any:
+        """The eager result. Raises TargetError where the model itself fails, whatever fusecomp would do."""
+        try:
+            with torch.no_grad():
+                return self.call(*self.args, **self.kwargs)
+        except Exception as error:
+            shapes = ", ".join(map(_shape, [*self.args, *self.kwargs.values()]))
+            raise TargetError(
+                f"{self.name} does not run in eager PyTorch, on inputs ({shapes}): {_said(error)}. "
+                "Give other shapes with --arg, or name a factory that returns (model, args)."
+            ) from error
+
+    def to(self, device: str) -> Target:
+        """The same on another device."""
+        call = self.call.to(device) if isinstance(self.call, torch.nn.Module) else self.call
+        moved = [_moved(a, device) for a in self.args]
+        return Target(self.name, call, tuple(moved), {k: _moved(v, device) for k, v in self.kwargs.items()})
+
+
+def load(text: str, shapes: Sequence[str] = ()) -> Target:
+    """The target called `text`. Raises TargetError, saying what is wrong and what is there."""
+    path, _, name = text.rpartition(":")
+    if not path or not name:
+        raise TargetError(f"{text!r} is not FILE:FUNCTION, such as model.py:attention")
+    module = _load_file(Path(path))
+    found = _find(module, path, name)
+    if not callable(found):
+        raise TargetError(f"{name} in {path} is {_a(found)}, not a function, a model or a factory")
+    wanted = _required(found)
+    if wanted:
+        return Target(name, found, _inputs(name, wanted, shapes))
+    if shapes:
+        raise TargetError(f"{name} in {path} takes no inputs, so --arg has no meaning")
+    return _from_factory(name, path, found)
+
+
+def _load_file(path: Path) -> ModuleType:
+    """The file as a module; its own folder can be imported from, as when it is run."""
+    if not path.is_file():
+        raise TargetError(f"no file {path}{_near(path.name, [p.name for p in path.parent.glob('*.py')])}")
+    spec = importlib.util.spec_from_file_location(f"fusecomp_target_{path.stem}", path)
+    if spec is None or spec.loader is None:
+        raise TargetError(f"{path} is not a Python file")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    sys.path.insert(0, str(path.parent.resolve()))
+    try:
+        spec.loader.exec_module(module)
+    except (Exception, SystemExit) as error:
+        raise TargetError(f"{path} cannot be imported: {_said(error)}") from error
+    finally:
+        sys.path.remove(str(path.parent.resolve()))
+    return module
+
+
+def _find(module: ModuleType, path: str, name: str) -> Any:
+    if hasattr(module, name):
+        return getattr(module, name)
+    own = [n for n, v in vars(module).items() if callable(v) and getattr(v, "__module__", "") == module.__name__]
+    there = f"It defines {', '.join(own)}." if own else "It defines no function."
+    raise TargetError(f"no {name!r} in {path}{_near(name, own)}. {there}")
+
+
+def _required(call: Callable[..., Any]) -> list[str]:
+    """Names of the arguments that must be given."""
+    called = call.forward if isinstance(call, torch.nn.Module) else call
+    try:
+        parameters = inspect.signature(called).parameters.values()
+    except (TypeError, ValueError):
+        return []
+    varied = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    return [p.name for p in parameters if p.default is p.empty and p.kind not in varied]
+
+
+def _inputs(name: str, wanted: Sequence[str], shapes: Sequence[str]) -> tuple[Tensor, ...]:
+    """Random tensors, one for each required argument."""
+    given = list(shapes) or [SHAPE] * len(wanted)
+    if len(given) < len(wanted):
+        raise TargetError(f"{name} takes {', '.join(wanted)}: give --arg {len(wanted)} times, not {len(given)}")
+    generator = torch.Generator().manual_seed(0)
+    return tuple(_tensor(text, generator) for text in given)
+
+
+def _tensor(text: str, generator: torch.Generator) -> Tensor:
+    """ "2x4x96x64:bfloat16" as a tensor: normal floats, integers below 16, random truth values."""
+    shape, _, dtype_name = text.partition(":")
+    dtype = getattr(torch, dtype_name or "float32", None)
+    if not isinstance(dtype, torch.dtype) or not all(n.isdecimal() for n in shape.split("x")):
+        raise TargetError(f"--arg {text!r} is not SHAPE or SHAPE:DTYPE, such as {SHAPE}:bfloat16")
+    sizes = [int(n) for n in shape.split("x")]
+    if dtype.is_floating_point:
+        return torch.randn(sizes, generator=generator).to(dtype)
+    return torch.randint(0, 2 if dtype == torch.bool else 16, sizes, generator=generator).to(dtype)
+
+
+def _from_factory(name: str, path: str, call: Callable[..., Any]) -> Target:
+    """What a factory returns; a function that returns something else is itself the target."""
+    try:
+        made = call()
+    except Exception as error:
+        raise TargetError(f"{name} in {path} raised when called: {_said(error)}") from error
+    match made:
+        case (model, args, Mapping() as kwargs) if callable(model):
+            return Target(name, model, _tuple(args), kwargs)
+        case (model, Mapping() as kwargs) if callable(model):
+            return Target(name, model, (), kwargs)
+        case (model, args) if callable(model):
+            return Target(name, model, _tuple(args))
+        case torch.nn.Module():
+            raise TargetError(f"{name} in {path} returns a model without inputs: return (model, args)")
+        case _:
+            return Target(name, call)
+
+
+def _tuple(args: Any) -> tuple[Any, ...]:
+    return tuple(args) if isinstance(args, list | tuple) else (args,)
+
+
+def _moved(value: Any, device: str) -> Any:
+    return value.to(device) if isinstance(value, Tensor) else value
+
+
+def _shape(value: Any) -> str:
+    return f"{str(value.dtype)[6:]} {list(value.shape)}" if isinstance(value, Tensor) else repr(value)
+
+
+def _said(error: BaseException) -> str:
+    """The error in one line."""
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+
+
+def _a(value: object) -> str:
+    kind = type(value).__name__
+    return f"{'an' if kind[0] in 'aeiou' else 'a'} {kind}"
+
+
+def _near(name: str, names: Sequence[str]) -> str:
+    close = difflib.get_close_matches(name, names, 1)
+    return f" (did you mean {close[0]!r}?)" if close else ""
