@@ -1,0 +1,42 @@
+"""Every example runs as a reader would run it, in a process of its own, and checks itself."""
+
+from __future__ import annotations
+
+import ast
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+EXAMPLES = Path(__file__).parent.parent / "examples"
+
+RUNS = {
+    "quickstart": ("quickstart.py", {}, "agrees with eager PyTorch"),
+    "custom variant, CPU path": ("custom_variant.py", {}, "at both lengths"),
+    "custom variant, generated kernel": ("custom_variant.py", {"TRITON_INTERPRET": "1"}, "at both lengths"),
+    "long document": ("long_document.py", {}, "Largest tensor allocated"),
+    "hugging face": ("huggingface.py", {}, "gpt_oss: 2 of 2 attentions fused"),
+}
+"""What is run: file, environment, and a part of what it prints."""
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_example_runs(name: str, tmp_path: Path) -> None:
+    file, variables, expected = RUNS[name]
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    environment |= {"FUSECOMP_CACHE_DIR": str(tmp_path), "OMP_NUM_THREADS": "1", "FUSECOMP_STRICT": "1", **variables}
+    done = subprocess.run(
+        [sys.executable, EXAMPLES / file], env=environment, capture_output=True, text=True, timeout=500, check=False
+    )
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
+    assert expected in done.stdout
+
+
+@pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.py")), ids=lambda p: p.name)
+def test_every_example_has_a_docstring_and_a_main_and_is_run(path: Path) -> None:
+    tree = ast.parse(path.read_text())
+    assert f"python examples/{path.name}" in (ast.get_docstring(tree) or "")
+    assert "main" in {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}
+    assert path.name in {file for file, _, _ in RUNS.values()}
