@@ -174,7 +174,19 @@ def apply(op: str, *args: Expr) -> Expr:
         return _mod(*args)
     if op in COMPARE:
         return _compare(op, *args)
-    return _identity(op, args) or Apply(op, args)
+    return _identity(op, args) or _through_choice(op, args) or Apply(op, args)
+
+
+def _through_choice(op: str, args: tuple[Expr, ...]) -> Expr | None:
+    """f(c ? A : B) = c ? f(A) : f(B) for constants A and B: how `tril(ones) == 0` becomes a predicate."""
+    if op == "where":
+        return None
+    choices = [a for a in args if not isinstance(a, Const)]
+    match choices:
+        case [Apply("where", (c, Const() as x, Const() as y)) as choice]:
+            at_x, at_y = (apply(op, *(v if a is choice else a for a in args)) for v in (x, y))
+            return apply("where", c, at_x, at_y)
+    return None
 
 
 def _fold(op: str, args: tuple[Expr, ...]) -> Expr:
@@ -192,14 +204,14 @@ COMPARE = {"lt": (1, 1), "gt": (-1, 1), "le": (1, 0), "ge": (-1, 0)}
 def _compare(op: str, a: Expr, b: Expr) -> Expr:
     """Decided where the extents of the indices decide it."""
     if kind(a) == "float" or kind(b) == "float":
-        return Apply(op, (a, b))
+        return _through_choice(op, (a, b)) or Apply(op, (a, b))
     sign, strict = COMPARE[op]
     slack = _plus(_plus({}, poly(b), sign), poly(a), -sign)  # a op b  <=>  slack >= strict
     if always_natural(_plus(slack, {(): strict}, -1)):
         return TRUE
     if always_natural(_plus({(): strict - 1}, slack, -1)):
         return FALSE
-    return Apply(op, (a, b))
+    return _through_choice(op, (a, b)) or Apply(op, (a, b))
 
 
 def _identity(op: str, args: tuple[Expr, ...]) -> Expr | None:
@@ -227,6 +239,10 @@ def _identity(op: str, args: tuple[Expr, ...]) -> Expr | None:
             return x if c else y
         case "where", (_, x, y) if x == y:
             return x
+        case "where", (c, Const(True), Const(False)):
+            return c
+        case "where", (c, Const(False), Const(True)):
+            return apply("not", c)
         case "neg", (Apply("neg", (x,)),):
             return x
         case ("eq", (x, y)) if x == y and kind(x) != "float":
@@ -291,8 +307,10 @@ def cast(x: Expr, dtype: str) -> Expr:
     if isinstance(x, Const):
         value = torch.tensor(x.value, dtype=torch.float64 if isinstance(x.value, float) else None)
         return const(value.to(getattr(torch, dtype)).item())
-    if kind(x) == "int" and dtype == "int64":
+    if kind(x) == "int" and dtype in ("int64", "int32"):
         return x
+    if isinstance(x, Apply) and x.op == "where" and all(isinstance(y, Const) for y in x.operands[1:]):
+        return apply("where", x.operands[0], *(cast(y, dtype) for y in x.operands[1:]))
     if isinstance(x, Cast) and x.dtype == dtype:
         return x
     if getattr(x, "dtype", None) == dtype:

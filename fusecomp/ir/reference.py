@@ -15,7 +15,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -24,7 +24,7 @@ from fusecomp.ir.algebra import depends_on_score
 from fusecomp.ir.expr import Apply, Cast, Const, Expr, Load, Score, Size, Var, dtype_kind, variables
 from fusecomp.ir.region import Access, AttentionRegion, Product
 
-Span = range | Tensor
+Span: TypeAlias = "range | Tensor"
 """The positions that one index takes: a range of step 1, or a vector of any positions."""
 
 NEAR = 104.0
@@ -129,7 +129,7 @@ def _promoted(op: str, kind: str, args: list[Tensor], env: Env) -> list[Tensor]:
 
 
 def read(tensor: Tensor, index: Sequence[Expr], env: Env, walk: Callable[[Expr], Tensor] | None = None) -> Tensor:
-    """tensor[index] over the axes of `env`, as a view where every coordinate is an index of its own or a constant.
+    """tensor[index] over the axes of `env`: a view where no coordinate mixes indices or skips positions.
 
     Coordinates outside the tensor are moved to its edge: they stand where a `where` or the mask discards the value.
     """
@@ -137,30 +137,32 @@ def read(tensor: Tensor, index: Sequence[Expr], env: Env, walk: Callable[[Expr],
     if tensor.numel() == 0 and all(env.shape):
         return tensor.new_zeros([1] * n)
     uses = Counter(name for e in index for name in variables(e))
-    single = {place: e for place, e in enumerate(index) if _stands_alone(e, uses)}
-    joint = [place for place in range(len(index)) if place not in single]
-    for place, e in single.items():
-        tensor = _along(tensor, place, env.spans[e.name] if isinstance(e, Var) else _one(e))
+    joint = [place for place, e in enumerate(index) if len(variables(e)) > 1 or any(uses[x] > 1 for x in variables(e))]
+    single = {place: _line(e, env, walk) for place, e in enumerate(index) if place not in joint}
+    for place, (_, span) in single.items():
+        tensor = _along(tensor, place, span)
     tensor = tensor.permute(*joint, *single)
     tensor = tensor[_together([walk(index[j]) for j in joint], tensor.shape, n) if joint else (None,) * n]
-    owner = {e.name: n + i for i, e in enumerate(single.values()) if isinstance(e, Var)}
+    owner = {name: n + i for i, (name, _) in enumerate(single.values()) if name}
     order = [owner.get(name, i) for i, name in enumerate(env.axes)]
     spare = [i for i in range(tensor.ndim) if i not in order]  # all of size 1
     return tensor.permute(*order, *spare)[(..., *(0,) * len(spare))]
 
 
-def _stands_alone(e: Expr, uses: Counter[str]) -> bool:
-    return isinstance(e, Const) or (isinstance(e, Var) and uses[e.name] == 1)
-
-
-def _one(e: Expr) -> range:
-    start = int(getattr(e, "value", 0))
-    return range(start, start + 1)
+def _line(e: Expr, env: Env, walk: Callable[[Expr], Tensor]) -> tuple[str, Span]:
+    """(index, positions) of a coordinate that one index decides; ("", the place) where it is the same everywhere."""
+    if isinstance(e, Var):
+        return e.name, env.spans[e.name]
+    name, at = "".join(variables(e)), walk(e).flatten().to(torch.int64)
+    first, steps = int(at[0]) if len(at) else 0, at.diff()
+    if len(at) and not steps.any():
+        return "", range(first, first + 1)
+    return name, range(first, first + len(at)) if (steps == 1).all() else at
 
 
 def _along(x: Tensor, place: int, span: Span) -> Tensor:
     """x at the positions of `span` in one dimension."""
-    if isinstance(span, range) and span.stop <= x.shape[place]:
+    if isinstance(span, range) and span.start >= 0 and span.stop <= x.shape[place]:
         return x.narrow(place, span.start, len(span))
     return x.index_select(place, positions(span, x.device).clamp(0, x.shape[place] - 1))
 

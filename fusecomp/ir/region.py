@@ -68,8 +68,7 @@ class AttentionRegion:
     """S with its finite fill, for rows that may see no key at all: those rows are softmax(filled_score) over every
     key. None where dead scores are -inf (such a row is then `empty_row`) or where every row provably sees a key."""
     fill: float = float("-inf")
-    """What S holds at dead positions; a row whose largest live score is within 104 of a finite fill, or that has none,
-    needs `filled_score`."""
+    """What S holds at dead positions. See `rescue_below`."""
     weight: Expr = Const(1.0)
     """A factor on the probabilities, after the softmax."""
     sink: Expr | None = None
@@ -96,6 +95,12 @@ class AttentionRegion:
         named = [s.name for v in (*self.batch, self.q_idx, self.kv_idx) for s in [v.size] if isinstance(s, Size)]
         used = [x.name for e in self.expressions() for x in parts(e) if isinstance(x, Size)]
         return tuple(dict.fromkeys([*named, *sorted(set(used))]))
+
+    @property
+    def rescue_below(self) -> float:
+        """With a `filled_score`: a row whose largest live score is at most this, or that has none, is recomputed from
+        `filled_score` over every key. In other rows a dead key's weight exp(fill - max) underflows to exactly 0."""
+        return self.fill / 2
 
     def expressions(self) -> Iterator[Expr]:
         """Every expression of the region, accesses included."""

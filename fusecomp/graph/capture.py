@@ -1,0 +1,71 @@
+"""From Dynamo's graph to one small vocabulary: ATen before autograd, with the user's source lines kept.
+
+Dynamo speaks in hundreds of spellings (`x.softmax(-1)`, `F.softmax(x, dim=-1)`, `torch.softmax`); re-tracing its graph
+with `make_fx(pre_dispatch=True)` leaves about eighty, still whole (`einsum`, `matmul`, `softmax`) and still before
+autograd, so that one rewrite serves training and inference alike.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.fx import GraphModule, Interpreter, Node
+from torch.fx import traceback as fx_traceback
+from torch.fx.experimental.proxy_tensor import make_fx
+
+SOFTMAX_WORDS = ("softmax", "exp", "scaled_dot_product", "multi_head_attention", "logsumexp")
+HIGHER_ORDER = torch._ops.HigherOrderOperator
+
+
+def word(node: Node) -> str:
+    """What a Dynamo or ATen node calls, as a lower-case word."""
+    target = node.target
+    if isinstance(target, str):
+        return target.rpartition(".")[2].lower()
+    return str(getattr(target, "__name__", target)).lower()
+
+
+def may_hold_attention(gm: GraphModule) -> bool:
+    """Whether a graph holds an exponential of some kind: without one, there is no attention and nothing to re-trace."""
+    calls = [n for n in gm.graph.nodes if n.op in ("call_function", "call_method")]
+    return any(any(w in word(n) for w in SOFTMAX_WORDS) for n in calls)
+
+
+def uses_functorch(gm: GraphModule) -> bool:
+    """Whether `torch.vmap` and its kin are in the graph: re-tracing would bake their levels in as constants."""
+    return any("functorch" in str(getattr(n.target, "__module__", "")) or "_batch_dim" in word(n) for n in gm.graph.nodes)
+
+
+def higher_order_nodes(gm: GraphModule) -> list[Node]:
+    """Calls whose arguments are graphs: activation checkpoints, `cond`, autocast regions."""
+    return [n for n in gm.graph.nodes if isinstance(n.target, HIGHER_ORDER)]
+
+
+def placeholder_values(gm: GraphModule) -> list[Any]:
+    """The fake tensors and symbolic numbers of a graph's inputs, as Dynamo or make_fx recorded them."""
+    nodes = [n for n in gm.graph.nodes if n.op == "placeholder"]
+    return [n.meta.get("example_value", n.meta.get("val")) for n in nodes]
+
+
+def fake_mode(values: Sequence[Any]) -> FakeTensorMode | None:
+    return next((v.fake_mode for v in values if isinstance(v, FakeTensor)), None)
+
+
+def capture(gm: GraphModule, values: Sequence[Any]) -> GraphModule:
+    """Re-trace `gm` on fake inputs into pre-dispatch ATen, dead code removed.
+
+    Inputs and outputs keep their order. In-place operations stay as written; autocast shows as enter and exit nodes.
+    """
+    mode = fake_mode(values)
+    context = mode if mode is not None else contextlib.nullcontext()
+    tracing = "real" if mode is None else "fake"
+    del tracing
+    with context, fx_traceback.preserve_node_meta():
+        traced = make_fx(Interpreter(gm).run, pre_dispatch=True)(*values)
+    traced.graph.eliminate_dead_code()
+    traced.recompile()
+    return traced

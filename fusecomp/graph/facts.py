@@ -1,0 +1,173 @@
+"""What an FX graph says about itself: order, shapes, storages, writes, and the user's source lines."""
+
+from __future__ import annotations
+
+import operator
+import re
+from collections import defaultdict
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch.fx import Graph, Node
+
+from fusecomp.ir.algebra import apply, const
+from fusecomp.ir.expr import Const, Expr, Size
+
+
+@dataclass(frozen=True)
+class Place:
+    """A line of the user's code."""
+
+    where: str = ""
+    """"model.py:18"."""
+    source: str = ""
+    """The text of the line."""
+
+
+class Facts:
+    """Read-only knowledge of one graph, computed on demand."""
+
+    def __init__(self, graph: Graph) -> None:
+        self.graph = graph
+        self.position = {node: i for i, node in enumerate(graph.nodes)}
+        self.names = {node.name: node for node in graph.nodes}
+
+    @cached_property
+    def writes(self) -> dict[int, list[int]]:
+        """Storage -> positions of the nodes that write into it."""
+        written = defaultdict(list)
+        for node, place in self.position.items():
+            for target in written_arguments(node):
+                if (s := storage(target)) is not None:
+                    written[s].append(place)
+        return written
+
+    def written_between(self, node: Node, first: int, last: int) -> bool:
+        """Whether some node at a position in (first, last) writes into the memory of `node`."""
+        s = storage(node)
+        return s is not None and any(first < p < last for p in self.writes.get(s, ()))
+
+
+def op_name(node: Node) -> str:
+    """The ATen name without overload: "add", "softmax", "copy_", "getitem"; "" for what is no call."""
+    target = node.target
+    if isinstance(target, torch._ops.OpOverload):
+        return str(target.overloadpacket.__name__)
+    return getattr(target, "__name__", "") if node.op == "call_function" else ""
+
+
+def value(node: Any) -> Any:
+    """The fake tensor, symbolic number or tuple that a node stands for."""
+    return node.meta.get("val") if isinstance(node, Node) else node
+
+
+def is_tensor(node: Any) -> bool:
+    return isinstance(value(node), torch.Tensor)
+
+
+def shape(node: Node) -> tuple[Expr, ...]:
+    """Lengths of a tensor node's axes."""
+    return tuple(size_expr(s) for s in value(node).shape)
+
+
+def dtype(node: Node) -> str:
+    """Short torch name of a tensor node's dtype."""
+    return short(value(node).dtype)
+
+
+def short(t: torch.dtype) -> str:
+    return str(t).removeprefix("torch.")
+
+
+def storage(node: Node) -> int | None:
+    """Which memory a tensor node lies in: views share it."""
+    v = value(node)
+    if not isinstance(v, torch.Tensor):
+        return None
+    try:
+        return int(v.untyped_storage()._cdata)
+    except (NotImplementedError, RuntimeError):
+        return None
+
+
+def written_arguments(node: Node) -> list[Node]:
+    """The tensor arguments that a node writes into."""
+    if not isinstance(node.target, torch._ops.OpOverload):
+        return []
+    found = []
+    for i, argument in enumerate(node.target._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            passed = node.args[i] if i < len(node.args) else node.kwargs.get(argument.name)
+            found += [x for x in (passed if isinstance(passed, list | tuple) else [passed]) if isinstance(x, Node)]
+    return found
+
+
+def size_expr(n: Any) -> Expr:
+    """A Python or symbolic integer as an expression in Sizes."""
+    if isinstance(n, int):
+        return Const(n)
+    return sympy_expr(n.node.expr)
+
+
+def sympy_expr(e: Any) -> Expr:
+    """A shape environment's sympy expression as ours. Raises ValueError for what index arithmetic does not need."""
+    if e.is_Integer:
+        return Const(int(e))
+    if e.is_Symbol:
+        return Size(str(e))
+    name = type(e).__name__
+    if name in SYMPY_OPS:
+        op, args = SYMPY_OPS[name], [sympy_expr(a) for a in e.args]
+        total = args[0]
+        for a in args[1:]:
+            total = apply(op, total, a)
+        return total
+    if name == "Pow" and e.args[1].is_Integer and 0 < int(e.args[1]) < 5:
+        base = sympy_expr(e.args[0])
+        total = base
+        for _ in range(int(e.args[1]) - 1):
+            total = apply("mul", total, base)
+        return total
+    raise ValueError(f"a length of the form {e}")
+
+
+SYMPY_OPS = {
+    "Add": "add", "Mul": "mul", "FloorDiv": "floordiv", "CleanDiv": "floordiv", "Mod": "mod", "PythonMod": "mod",
+    "Max": "max", "Min": "min",
+}  # fmt: skip
+
+
+def number(x: Any) -> Expr | None:
+    """A Python or symbolic number, or a node that stands for one, as an expression; None for anything else."""
+    v = value(x)
+    if isinstance(v, bool | int | float):
+        return const(v)
+    if isinstance(v, torch.SymInt):
+        return size_expr(v)
+    if isinstance(v, torch.SymFloat):
+        return const(float(v)) if not unbacked(v) else None
+    return None
+
+
+def unbacked(v: Any) -> bool:
+    """Whether a symbolic number is known only at run time (it came out of a tensor)."""
+    env = v.node.shape_env
+    return any(s not in env.var_to_range or str(s).startswith(("u", "zuf")) for s in v.node.expr.free_symbols)
+
+
+FRAME = re.compile(r'File "([^"]+)", line (\d+), in [^\n]*\n\s*([^\n]*)')
+
+
+def place(node: Node) -> Place:
+    """The user's line that a node came from: the innermost frame of its stack trace."""
+    frames = FRAME.findall(node.meta.get("stack_trace") or "")
+    if not frames:
+        return Place()
+    path, line, source = frames[-1]
+    return Place(f"{path}:{line}", source.strip())
+
+
+def is_getitem(node: Node) -> bool:
+    return node.target is operator.getitem

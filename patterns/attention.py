@@ -1,0 +1,178 @@
+"""Attention in a graph:  O[.., q, dv] = sum_k softmax_k(S(sum_d Q[.., q, d] K[.., k, d])) V[.., k, dv].
+
+Anchor and lift. The anchor is a product over an axis (or an SDPA call, or a quotient whose numerator is one); lifting
+its left factor over that axis must give softmax weights, and what lies under them must hold a product of its own. The
+axes decide: which is contracted, which is normalised. Spellings do not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from torch.fx import GraphModule, Node
+
+from fusecomp.graph.facts import Facts, Place, is_tensor, op_name, place, shape
+from fusecomp.ir.algebra import ZERO, const
+from fusecomp.ir.expr import Apply, Cast, Expr, Var
+from fusecomp.patterns.build import Found, Match, build
+from fusecomp.patterns.contraction import Contraction, contraction
+from fusecomp.patterns.lift import Decline, Lift, broadcast
+from fusecomp.patterns.weights import Weights, normalised, softmax_weights
+
+SOFTMAX = {"softmax", "_softmax", "special_softmax", "_safe_softmax", "log_softmax", "_log_softmax"}
+QUOTIENT = {"div", "true_divide", "divide", "div_"}
+EXPONENTIAL = {"exp", "exp2", "special_exp2", "exp_", "exp2_"}
+NO_ROW = "?"
+"""The letter of q_idx where the weights have no axis of their own: one query."""
+BATCH_NAMES = {0: "", 1: "b", 2: "bh", 3: "bhg", 4: "bwhg"}
+
+
+@dataclass(frozen=True)
+class Declined:
+    """A candidate that is left alone."""
+
+    reason: str
+    place: Place
+    anchor: Node
+    advice: str = ""
+
+
+@dataclass
+class Recogniser:
+    """Finds the attentions of one captured graph."""
+
+    module: GraphModule
+    facts: Facts = field(init=False)
+    constants: dict[str, object] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.facts = Facts(self.module.graph)
+        nodes = self.module.graph.nodes
+        self.constants = {n.name: _attribute(self.module, n.target) for n in nodes if n.op == "get_attr"}
+
+    def run(self) -> list[Match | Declined]:
+        """One entry per softmax, and per exponential that weights a product, in graph order."""
+        found: list[Match | Declined] = []
+        for anchor in candidates(self.module):
+            try:
+                found.append(self.match(anchor))
+            except Decline as d:
+                found.append(declined(d, anchor))
+        return [x for x in found if not idle(x)]
+
+    def match(self, anchor: Node) -> Match:
+        """The attention around one softmax. Raises Decline."""
+        lift = Lift(self.facts, constants=self.constants)
+        reasons: list[Decline] = []
+        for output, spec in products_below(anchor):
+            try:
+                return build(lift, self.read(lift, output, spec), anchor)
+            except Decline as d:
+                reasons.append(d)
+        if reasons:
+            raise reasons[0]
+        raise Decline("its weights reach no product with values", anchor)
+
+    def read(self, lift: Lift, node: Node, spec: Contraction) -> Found:
+        """The mathematics at one product: which axis is which, the weights, the values. Raises Decline."""
+        axes = name_axes(spec)
+        lifted = lift.lift_at(spec.left, node, tuple(axes.get(a, ZERO) for a in spec.left_axes))
+        key = axes[spec.contracted]
+        output, weights = divided(lift, node, lifted, spec, axes) or (node, softmax_weights(lifted, key))
+        return Found(node, output, spec, axes, weights)
+
+
+def divided(
+    lift: Lift, node: Node, e: Expr, spec: Contraction, axes: dict[str, Var]
+) -> tuple[Node, Weights] | None:
+    """Deferred division: (exp(a) V) / sum_j exp(a_j), the quotient being the output."""
+    e = e.x if isinstance(e, Cast) else e
+    if not (isinstance(e, Apply) and e.op == "exp"):
+        return None
+    out_index = tuple(axes.get(a, ZERO) for a in spec.out_axes)
+    for user in node.users:
+        if op_name(user) not in QUOTIENT or user.args[0] is not node or not is_tensor(user.args[1]):
+            continue
+        divisor = user.args[1]
+        total = lift.lift_at(divisor, user, broadcast(out_index, shape(user), shape(divisor)))
+        if found := normalised(e.operands[0], total, axes[spec.contracted]):
+            lift.visited.add(node)
+            return user, found
+    return None
+
+
+def _attribute(module: GraphModule, target: object) -> object:
+    found: object = module
+    for name in str(target).split("."):
+        found = getattr(found, name, None)
+    return found
+
+
+def candidates(module: GraphModule) -> Iterator[Node]:
+    """Every softmax, and every exponential that may be the numerator of one."""
+    for node in module.graph.nodes:
+        name = op_name(node)
+        if (name in SOFTMAX and is_tensor(node)) or (name in EXPONENTIAL and len(shape(node)) > 1 and not from_log_softmax(node)):
+            yield node
+
+
+def from_log_softmax(node: Node) -> bool:
+    """Whether this exponential only undoes a log_softmax, which is a candidate itself."""
+    source = node.args[0]
+    while isinstance(source, Node) and op_name(source) in ("to", "type_as", "_to_copy"):
+        source = source.args[0]
+    return isinstance(source, Node) and op_name(source) in ("log_softmax", "_log_softmax")
+
+
+def products_below(anchor: Node) -> Iterator[tuple[Node, Contraction]]:
+    """Products that the anchor's value reaches without passing another product, weights on the left."""
+    seen, queue, reached = {anchor}, [anchor], {anchor}
+    while queue:
+        node = queue.pop(0)
+        for user in node.users:
+            spec = contraction(user)
+            if spec is not None and (spec.left in reached or spec.right in reached):
+                if user not in seen:
+                    seen.add(user)
+                    yield user, spec if spec.left in reached else spec.swapped()
+                continue
+            if user not in seen and user.op == "call_function" and len(reached) < 64:
+                seen.add(user)
+                reached.add(user)
+                queue.append(user)
+
+
+def name_axes(spec: Contraction) -> dict[str, Var]:
+    """Which letter is which index. Raises Decline where the product is not one of weights and values.
+
+    kv_idx is contracted; dv is of the values alone; the last axis of the weights alone is q_idx; all others are batch.
+    """
+    if len(spec.contracted) != 1:
+        raise Decline("the product of weights and values sums over more than one axis")
+    key = spec.contracted
+    long = [a for a in spec.out_axes if a != "."]
+    dv = [a for a in long if a in spec.right_axes and a not in spec.left_axes]
+    own = [a for a in spec.left_axes if a in long and a not in spec.right_axes]
+    if not dv:
+        raise Decline("the product has no value axis")
+    rows = [a for a in own if spec.left_axes.index(a) < spec.left_axes.index(key)] or own
+    row = rows[-1] if rows else None
+    batch = [a for a in long if a not in (row, dv[-1])]
+    if len(batch) not in BATCH_NAMES:
+        raise Decline(f"{len(batch)} batch axes; at most 4 are supported")
+    axes: dict[str, Var] = {
+        a: Var(name, spec.size(a)) for a, name in zip(batch, BATCH_NAMES[len(batch)], strict=True)
+    }
+    axes[key], axes[dv[-1]] = Var("kv_idx", spec.size(key)), Var("dv", spec.size(dv[-1]))
+    axes[row or NO_ROW] = Var("q_idx", spec.size(row) if row else const(1))
+    return axes
+
+
+def declined(d: Decline, anchor: Node) -> Declined:
+    return Declined(d.reason, place(d.node if d.node is not None else anchor), anchor, d.advice)
+
+
+def idle(x: Match | Declined) -> bool:
+    """An exponential that weights no product is no candidate: it is just an exponential."""
+    return isinstance(x, Declined) and op_name(x.anchor) in EXPONENTIAL and "reach no product" in x.reason

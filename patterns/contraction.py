@@ -1,0 +1,147 @@
+"""Products over an axis, in every spelling, as one: out[letters] = scale * sum_contracted left[..] * right[..] (+ added).
+
+    matmul, bmm, mm, mv    einsum of two operands    baddbmm (beta = 0 ignores its input)    linear    (a * b).sum(axis)
+"""
+
+from __future__ import annotations
+
+import string
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+from torch.fx import Node
+
+from fusecomp.graph.facts import is_tensor, number, op_name, shape, value
+from fusecomp.ir.algebra import const
+from fusecomp.ir.expr import Const, Expr
+
+
+@dataclass(frozen=True)
+class Contraction:
+    """Letters name the axes of each tensor; "." marks an axis of length 1 that is broadcast."""
+
+    left: Node
+    right: Node
+    left_axes: str
+    right_axes: str
+    out_axes: str
+    scale: Expr = Const(1.0)
+    added: Node | None = None
+    added_scale: Expr = Const(1.0)
+
+    @property
+    def contracted(self) -> str:
+        """Letters in both operands and not in the result."""
+        return "".join(a for a in self.left_axes if a in self.right_axes and a != "." and a not in self.out_axes)
+
+    def swapped(self) -> Contraction:
+        return Contraction(self.right, self.left, self.right_axes, self.left_axes, self.out_axes, self.scale,
+                           self.added, self.added_scale)  # fmt: skip
+
+    def size(self, letter: str) -> Expr:
+        """Length of an axis."""
+        for node, axes in ((self.left, self.left_axes), (self.right, self.right_axes)):
+            if letter in axes:
+                return shape(node)[axes.index(letter)]
+        return const(1)  # broadcast on both sides
+
+
+@lru_cache(maxsize=4096)
+def contraction(node: Node) -> Contraction | None:
+    """The contraction that a node computes, or None."""
+    read = READERS.get(op_name(node))
+    return read(node) if read else None
+
+
+def _matmul(node: Node) -> Contraction | None:
+    """[..., m, k] @ [..., k, n], leading axes broadcast."""
+    a, b = node.args[:2]
+    ra, rb = len(shape(a)), len(shape(b))
+    if min(ra, rb) == 0 or (ra == 1 and rb == 1):
+        return None
+    batch = string.ascii_lowercase[: max(ra, rb) - 2]
+    left = _batch_axes(a, batch, ra - 2) + ("MK" if ra > 1 else "K")
+    right = _batch_axes(b, batch, rb - 2) + ("KN" if rb > 1 else "K")
+    out = batch + ("M" if ra > 1 else "") + ("N" if rb > 1 else "")
+    return Contraction(a, b, left, right, out)
+
+
+def _batch_axes(x: Node, batch: str, count: int) -> str:
+    """Letters of the leading axes of one operand, right-aligned; "." where it is broadcast."""
+    letters = batch[len(batch) - max(count, 0) :]
+    return "".join("." if s == const(1) else a for a, s in zip(letters, shape(x), strict=False))
+
+
+def _einsum(node: Node) -> Contraction | None:
+    """Two-operand einsum in explicit or implicit form, without ellipsis or repeated letters."""
+    equation, operands = node.args[0], list(node.args[1])
+    if len(operands) != 2 or not isinstance(equation, str) or "." in equation:
+        return None
+    inputs, arrow, out = equation.replace(" ", "").partition("->")
+    left, _, right = inputs.partition(",")
+    if not arrow:
+        out = "".join(sorted(a for a in set(left + right) if (left + right).count(a) == 1))
+    if any(len(set(x)) != len(x) for x in (left, right, out)):
+        return None
+    spec = Contraction(operands[0], operands[1], left, right, out)
+    return spec if _summed_alone(spec) else None
+
+
+def _summed_alone(spec: Contraction) -> bool:
+    """No letter is summed within one operand, and no axis of length 1 stands against a longer one."""
+    for axes, other in ((spec.left_axes, spec.right_axes), (spec.right_axes, spec.left_axes)):
+        if any(a not in other and a not in spec.out_axes for a in axes):
+            return False
+    both = [a for a in spec.left_axes if a in spec.right_axes]
+    sizes = [
+        (shape(spec.left)[spec.left_axes.index(a)], shape(spec.right)[spec.right_axes.index(a)]) for a in both
+    ]
+    return all((a == const(1)) == (b == const(1)) for a, b in sizes)
+
+
+def _baddbmm(node: Node) -> Contraction | None:
+    """beta * input + alpha * (a @ b); beta = 0 ignores the input, even NaN in it."""
+    added, a, b = node.args[:3] if len(node.args) > 2 else (node.args[0], node.kwargs["batch1"], node.kwargs["batch2"])
+    alpha, beta = (number(node.kwargs.get(name, 1)) for name in ("alpha", "beta"))
+    if alpha is None or beta is None:
+        return None
+    keep = None if beta in (Const(0), Const(0.0)) else added
+    return Contraction(a, b, "aMK", "aKN", "aMN", _float(alpha), keep, _float(beta))
+
+
+def _linear(node: Node) -> Contraction | None:
+    """x @ w.T, without bias."""
+    if (len(node.args) > 2 and node.args[2] is not None) or len(shape(node.args[1])) != 2:
+        return None
+    x, w = node.args[:2]
+    batch = string.ascii_lowercase[: len(shape(x)) - 1]
+    return Contraction(x, w, batch + "K", "NK", batch + "N")
+
+
+def _sum_of_product(node: Node) -> Contraction | None:
+    """(a * b).sum(axis): a contraction over a broadcast product."""
+    source = node.args[0]
+    dims = node.args[1] if len(node.args) > 1 else None
+    if op_name(source) != "mul" or not isinstance(dims, list | tuple) or len(dims) != 1:
+        return None
+    a, b = source.args[:2]
+    if not (is_tensor(a) and is_tensor(b)) or value(source).dtype != value(node).dtype:
+        return None
+    rank = len(shape(source))
+    letters = string.ascii_lowercase[:rank]
+    summed = int(dims[0]) % rank
+    left, right = (_batch_axes(x, letters, len(shape(x))) for x in (a, b))
+    keepdim = node.args[2] if len(node.args) > 2 else node.kwargs.get("keepdim", False)
+    spec = Contraction(a, b, left, right, letters.replace(letters[summed], "" if not keepdim else "."))
+    return spec if letters[summed] in left and letters[summed] in right and not keepdim else None
+
+
+def _float(e: Expr) -> Expr:
+    return const(float(e.value)) if isinstance(e, Const) else e
+
+
+READERS: dict[str, Any] = {
+    "matmul": _matmul, "bmm": _matmul, "mm": _matmul, "einsum": _einsum, "baddbmm": _baddbmm, "linear": _linear,
+    "sum": _sum_of_product,
+}  # fmt: skip

@@ -1,0 +1,210 @@
+"""Lifting: the value of a tensor at an index, as a scalar expression.
+
+    lift(a + b)[i]            = lift(a)[i] + lift(b)[i]
+    lift(a.unsqueeze(1))[i,j,k] = lift(a)[i, k]
+    lift(arange(n))[i]        = i
+    lift(softmax(s))[.., n]   = exp(s[.., n]) / sum_j exp(s[.., j])
+
+Broadcasting, views, masks and gathers become index arithmetic, so no spelling of them is a pattern. What has no rule is
+a leaf: a tensor that is computed outside and read at its index.
+
+Time matters where a graph writes in place. A tensor is read by the operation that consumes it, not where it was made;
+`at` is the position of that reader. A value overwritten between its making and its reading is not lifted through.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Container, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.fx import Node
+
+from fusecomp.graph.facts import Facts, dtype, is_tensor, number, op_name, shape, storage, value, written_arguments
+from fusecomp.ir.algebra import ZERO, apply, const
+from fusecomp.ir.expr import Const, Expr, Load, Reduce, Var, parts
+from fusecomp.patterns.contraction import Contraction, contraction
+
+Index = tuple[Expr, ...]
+Rule = Callable[["Lift", Node, Index], Expr | None]
+
+RULES: dict[str, Rule] = {}
+"""ATen name -> how to lift it. A rule answers None where this call is beyond it: the node is then a leaf."""
+VIEWS: set[str] = set()
+"""Names whose result is the same memory or the same values in another arrangement."""
+
+
+def rule(*names: str, moves: bool = False) -> Callable[[Rule], Rule]:
+    """Register a rule for ATen names; `moves` says that it only rearranges values."""
+
+    def register(f: Rule) -> Rule:
+        for name in names:
+            RULES[name] = f
+        if moves:
+            VIEWS.update(names)
+        return f
+
+    return register
+
+
+class Decline(Exception):
+    """This candidate is left alone."""
+
+    def __init__(self, reason: str, node: Node | None = None, advice: str = "") -> None:
+        super().__init__(reason)
+        self.reason, self.node, self.advice = reason, node, advice
+
+
+@dataclass
+class Read:
+    """A leaf that an expression loads, and the first position at which the graph read it."""
+
+    node: Node
+    at: int
+
+
+@dataclass
+class Lift:
+    """Lifts the values of one graph. `reads` and `products` say what the expressions made so far refer to."""
+
+    facts: Facts
+    reads: dict[str, Read] = field(default_factory=dict)
+    products: dict[str, Contraction] = field(default_factory=dict)
+    visited: set[Node] = field(default_factory=set)
+    memo: dict[tuple[Node, Index, int], Expr] = field(default_factory=dict)
+    constants: dict[str, Any] = field(default_factory=dict)
+    """Values of the graph's get_attr nodes, by node name."""
+    rules: dict[str, Rule] = field(default_factory=lambda: RULES)
+    bound: int = 0
+    at: int = 1 << 60
+    """Position of the operation that reads what is lifted now."""
+
+    def fresh(self, size: Expr) -> Var:
+        """An index that no other expression uses."""
+        self.bound += 1
+        return Var(f"j{self.bound}", size)
+
+    def lift(self, node: Any, index: Index) -> Expr:
+        """node[index]; numbers lift to themselves."""
+        if not is_tensor(node):
+            return self.scalar(node)
+        key = (node, index, self.at)
+        if key not in self.memo:
+            self.memo[key] = self.lift_tensor(node, index)
+        return self.memo[key]
+
+    def holds_score(self, e: Expr) -> bool:
+        """Whether `e` depends on some product."""
+        return holds(e, self.products)
+
+    def scalar(self, x: Any) -> Expr:
+        """A number, symbolic number, or a number taken out of a tensor."""
+        e = number(x)
+        if e is not None:
+            return e
+        if isinstance(x, Node) and op_name(x) in ("item", "_local_scalar_dense"):
+            return self.lift(x.args[0], (ZERO,) * len(shape(x.args[0])))
+        raise Decline("a scalar argument is not a number that can be followed", x if isinstance(x, Node) else None)
+
+    def lift_tensor(self, node: Node, index: Index) -> Expr:
+        place = self.facts.position[node]
+        if self.facts.written_between(node, place, self.at):
+            return self.leaf(node, index)
+        if node.name in self.constants and (held := single(self.constants[node.name])) is not None:
+            return held
+        if (spec := contraction(node)) is not None:
+            return self.product(node, spec, index)
+        apply_rule = self.rules.get(functional_name(node))
+        if apply_rule is None:
+            return self.leaf(node, index)
+        before, mark = self.at, set(self.visited)
+        if functional_name(node) not in VIEWS or not shares_memory(node):
+            self.at = place
+        try:
+            lifted = apply_rule(self, node, index)
+        finally:
+            self.at = before
+        if lifted is None:
+            self.visited = mark
+            return self.leaf(node, index)
+        self.visited.add(node)
+        return lifted
+
+    def product(self, node: Node, spec: Contraction, index: Index) -> Expr:
+        """A contraction stands as a pseudo-load of its own result: the recogniser decides what it is."""
+        self.products[node.name] = spec
+        self.reads.setdefault(node.name, Read(node, self.at))
+        at_index = Load(node.name, index, dtype(node))
+        if spec.scale != Const(1.0):
+            at_index = apply("mul", at_index, spec.scale)
+        if spec.added is None:
+            return at_index
+        added = self.lift_at(spec.added, node, broadcast(index, shape(node), shape(spec.added)))
+        return apply("add", apply("mul", added, spec.added_scale), at_index)
+
+    def lift_at(self, x: Node, reader: Node, index: Index) -> Expr:
+        before, self.at = self.at, self.facts.position[reader]
+        try:
+            return self.lift(x, index)
+        finally:
+            self.at = before
+
+    def leaf(self, node: Node, index: Index) -> Expr:
+        """A tensor computed outside: loaded at its index."""
+        read = self.reads.setdefault(node.name, Read(node, self.at))
+        read.at = min(read.at, self.at)
+        return Load(node.name, index, dtype(node))
+
+
+def holds(e: Expr, names: Container[str]) -> bool:
+    """Whether `e` reduces over keys or reads one of the tensors named."""
+    return any(isinstance(x, Reduce) or (isinstance(x, Load) and x.tensor in names) for x in parts(e))
+
+
+def single(tensor: Any) -> Expr | None:
+    """The number in a constant tensor of one element."""
+    if not isinstance(tensor, torch.Tensor) or isinstance(tensor, FakeTensor) or tensor.numel() != 1:
+        return None
+    return const(tensor.item())
+
+
+def functional_name(node: Node) -> str:
+    """The ATen name, an in-place operation under its functional twin's: its value is the same."""
+    name = op_name(node)
+    return name[:-1] if name.endswith("_") and written_arguments(node) else name
+
+
+def shares_memory(node: Node) -> bool:
+    """Whether a rearranging operation returned its input's memory."""
+    source = next((a for a in node.args if isinstance(a, Node) and is_tensor(a)), None)
+    return source is not None and storage(source) == storage(node)
+
+
+def broadcast(index: Index, outer: Sequence[Expr], inner: Sequence[Expr]) -> Index:
+    """The index into a tensor of lengths `inner` broadcast to `outer`: right-aligned, 0 along axes of length 1."""
+    kept = index[len(index) - len(inner) :]
+    lengths = outer[len(outer) - len(inner) :]
+    one = const(1)
+    return tuple(ZERO if s == one and o != one else i for i, s, o in zip(kept, inner, lengths, strict=True))
+
+
+def lift_argument(lift: Lift, node: Node, x: Any, index: Index) -> Expr:
+    """An argument of a pointwise operation at `index` of the result: tensors broadcast, numbers are themselves."""
+    if is_tensor(x):
+        return lift.lift(x, broadcast(index, shape(node), shape(x)))
+    return lift.scalar(x)
+
+
+def argument(node: Node, place: int, name: str, default: Any = None) -> Any:
+    """A call's argument, positional or by keyword."""
+    if len(node.args) > place:
+        return node.args[place]
+    return node.kwargs.get(name, default)
+
+
+def axis(n: Any, rank: int) -> int:
+    """A dimension number in [0, rank)."""
+    n = int(value(n))
+    return n + rank if n < 0 else n

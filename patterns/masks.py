@@ -1,0 +1,96 @@
+"""Masks out of scores: which keys count, and what the others hold.
+
+    softmax_k of (c ? s : -inf)             softmax over {k : c} of s
+    s + (c ? 0 : -inf)                      the same: an additive mask
+    c ? s : F,  F very negative             the same for rows that see some key; a row that sees none keeps F everywhere
+    s + (c ? 0 : F),  F <= -6e4             the same, for s is lost in F
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from fusecomp.ir.algebra import FALSE, TRUE, ZERO, apply, const, substitute
+from fusecomp.ir.expr import Apply, Const, Expr, Var, kind
+
+INF = float("inf")
+ABSORBING = -6e4
+"""An additive fill at or below this is a mask: a dead key could only count if its score beat a live one by tens of
+thousands. Kernels recompute rows whose live scores come within half of it (`AttentionRegion.rescue_below`)."""
+NEGLIGIBLE = -1e3
+"""A fill at or below this is a mask. Kernels test rows against it, so that no choice here can make a result wrong."""
+
+
+@dataclass(frozen=True)
+class Masked:
+    """`score` where all of `keep` holds; elsewhere the fill."""
+
+    score: Expr
+    keep: tuple[Expr, ...] = ()
+    fill: float = -INF
+
+
+def split(e: Expr) -> Masked:
+    """Take the masks out of a score expression."""
+    match e:
+        case Apply("where", (c, s, Const(float() as f))) if f <= NEGLIGIBLE and not isinstance(s, Const):
+            return masked(split(s), c, f)
+        case Apply("where", (c, Const(float() as f), s)) if f <= NEGLIGIBLE and not isinstance(s, Const):
+            return masked(split(s), apply("not", c), f)
+        case Apply("add", (s, Apply("where", (c, Const(0 | 0.0), Const(float() as f))))) if f <= ABSORBING:
+            return masked(split(s), c, f)
+        case Apply("add", (s, Apply("where", (c, Const(float() as f), Const(0 | 0.0))))) if f <= ABSORBING:
+            return masked(split(s), apply("not", c), f)
+        case Apply("add", (Apply("where", (_, Const(), Const())) as m, s)) if not isinstance(s, Const):
+            return split(apply("add", s, m)) if not _is_choice(s) else Masked(e)
+        case Apply("add" | "sub" as op, (s, bias)) if (inner := split(s)).keep and absorbs(inner.fill):
+            return replace(inner, score=apply(op, inner.score, bias))
+        case Apply("add", (bias, s)) if (inner := split(s)).keep and absorbs(inner.fill):
+            return replace(inner, score=apply("add", bias, inner.score))
+        case Apply("mul", (s, Const(float() as c))) if c > 0 and (inner := split(s)).keep and inner.fill == -INF:
+            return replace(inner, score=apply("mul", inner.score, const(c)))
+        case Apply("max", (s, Const(float() as f))) if f <= ABSORBING and (inner := split(s)).keep:
+            return replace(inner, fill=max(inner.fill, f))
+    return Masked(e)
+
+
+def _is_choice(e: Expr) -> bool:
+    return isinstance(e, Apply) and e.op == "where" and all(isinstance(x, Const) for x in e.operands[1:])
+
+
+def absorbs(fill: float) -> bool:
+    """Whether a bias added on top of the fill is lost in it."""
+    return fill <= ABSORBING
+
+
+def masked(inner: Masked, c: Expr, fill: float) -> Masked:
+    """One mask more around what was masked already. Rows without a key are judged by the largest fill."""
+    return Masked(inner.score, (*inner.keep, *conjuncts(c)), max(inner.fill, fill) if inner.keep else fill)
+
+
+def conjuncts(c: Expr) -> tuple[Expr, ...]:
+    """The terms of a conjunction; negations pushed in; |x| < w as two sides."""
+    match c:
+        case Apply("and", (a, b)):
+            return (*conjuncts(a), *conjuncts(b))
+        case Apply("not", (Apply("or", (a, b)),)):
+            return (*conjuncts(apply("not", a)), *conjuncts(apply("not", b)))
+        case Apply("lt" | "le" as op, (Apply("abs", (x,)), w)) if kind(x) == "int":
+            return (apply(op, x, w), apply(op, apply("neg", x), w))
+        case Apply("gt" | "ge" as op, (w, Apply("abs", (x,)))) if kind(x) == "int":
+            return (apply(op, w, x), apply(op, w, apply("neg", x)))
+    return () if c == TRUE else (c,)
+
+
+def sees_a_key(keep: tuple[Expr, ...], q_idx: Var, kv_idx: Var) -> bool:
+    """Whether each query provably sees a key: key 0, the key at its own place, or the last one will do."""
+    last = apply("sub", kv_idx.size, const(1))
+    own_exists = apply("lt", q_idx, kv_idx.size) == TRUE
+    witnesses = [ZERO, last, *([q_idx] if own_exists else [])]
+    return any(all(substitute(t, {kv_idx: at}) == TRUE for t in keep) for at in witnesses)
+
+
+def sees_nothing(keep: tuple[Expr, ...]) -> bool:
+    return FALSE in keep
+
+

@@ -1,0 +1,73 @@
+"""What Q, K and V really are: the tensor in memory under views, expansions, repeats, page gathers and exact upcasts.
+
+    repeat_interleave(k, 3, 1)[b, h, n, d]          = k[b, h // 3, n, d]
+    pool[table].view(B, -1, Hkv, D)[b, n, h, d]     = pool[table[b, n // page], n % page, h, d]
+
+Arithmetic (a scale on q, a norm, rotary embedding) stays outside, where Inductor fuses it with what made the tensor.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch.fx import Node
+
+import fusecomp.patterns.reductions
+import fusecomp.patterns.spellings
+import fusecomp.patterns.views  # noqa: F401  (the three register their rules)
+from fusecomp.graph.facts import dtype, op_name
+from fusecomp.ir.algebra import poly
+from fusecomp.ir.expr import Expr, Load, Var, variables
+from fusecomp.patterns.lift import RULES, VIEWS, Index, Lift
+
+MOVES = {name: RULES[name] for name in [*VIEWS, "index", "_unsafe_index", "index_select", "gather", "take_along_dim"]}
+WIDER = {
+    "float8_e4m3fn": ("bfloat16", "float16", "float32"),
+    "float8_e5m2": ("bfloat16", "float16", "float32"),
+    "bfloat16": ("float32",),
+    "float16": ("float32",),
+}
+"""Casts that lose nothing."""
+
+
+@dataclass
+class Moves(Lift):
+    """A lift that follows rearrangements only."""
+
+    def lift_tensor(self, node: Node, index: Index) -> Expr:
+        place = self.facts.position[node]
+        exact = op_name(node) in ("to", "_to_copy", "type_as", "float") and dtype(node) in WIDER.get(dtype(node.args[0]), ())
+        if exact and not self.facts.written_between(node, place, self.at):
+            return self.lift_at(node.args[0], node, index)
+        self.rules = {**MOVES}
+        if op_name(node) not in MOVES:
+            return self.leaf(node, index)
+        return super().lift_tensor(node, index)
+
+    def product(self, node: Node, spec: object, index: Index) -> Expr:
+        return self.leaf(node, index)
+
+
+def operand(lift: Lift, node: Node, index: Index, row: Var, column: Var, at: int) -> Load:
+    """Which element of which tensor stands at node[index]: as far down as the kernel can address it.
+
+    The kernel wants the column (d) on its own: every coordinate is affine in `column`, and none mixes it with `row`.
+    """
+    moves = Moves(lift.facts, constants=lift.constants, at=at)
+    found = moves.lift(node, index)
+    if isinstance(found, Load) and addressable(found, row, column):
+        for name, read in moves.reads.items():
+            seen = lift.reads.setdefault(name, read)
+            seen.at = min(seen.at, read.at)
+        return found
+    return lift.leaf(node, index)  # type: ignore[return-value]
+
+
+def addressable(load: Load, row: Var, column: Var) -> bool:
+    """Whether each coordinate is a sum of a part in `column` alone with constant factors, and a part without it."""
+    for coordinate in load.index:
+        for monomial in poly(coordinate):
+            inside = [f for f in monomial if column.name in variables(f)]
+            if inside and (len(monomial) > 1 or inside != [column]):
+                return False
+    return any(column.name in variables(c) for c in load.index)

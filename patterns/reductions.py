@@ -1,0 +1,99 @@
+"""Reductions that a softmax is made of, lifted: max, sum, logsumexp, softmax itself."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch.fx import Node
+
+from fusecomp.graph.facts import dtype, op_name, shape
+from fusecomp.ir.algebra import apply, const, substitute
+from fusecomp.ir.expr import Expr, Reduce, Var, parts
+from fusecomp.patterns.lift import Index, Lift, argument, axis, rule
+
+
+def over(lift: Lift, source: Node, dim: Any, index: Index, keepdim: bool) -> tuple[Var, Expr, int] | None:
+    """(j, source[.., j, ..], the axis) for a reduction over one axis of `source`; `index` indexes the result."""
+    rank = len(shape(source))
+    if isinstance(dim, list | tuple):
+        if len(dim) != 1:
+            return None
+        dim = dim[0]
+    if dim is None:
+        return None
+    dim = axis(dim, rank)
+    j = lift.fresh(shape(source)[dim])
+    around = (*index[:dim], j, *index[dim + (1 if keepdim else 0) :])
+    return j, lift.lift(source, around), dim
+
+
+@rule("amax")
+def amax(lift: Lift, node: Node, index: Index) -> Expr | None:
+    """max_j x[.., j, ..]"""
+    return reduced(lift, node, index, "max")
+
+
+@rule("sum")
+def summed(lift: Lift, node: Node, index: Index) -> Expr | None:
+    """sum_j x[.., j, ..]"""
+    return reduced(lift, node, index, "sum")
+
+
+def reduced(lift: Lift, node: Node, index: Index, op: str) -> Expr | None:
+    found = over(lift, node.args[0], argument(node, 1, "dim"), index, argument(node, 2, "keepdim", False))
+    return reduce(op, found[0], found[1]) if found else None
+
+
+def reduce(op: str, j: Var, body: Expr) -> Reduce:
+    """op over j of body, the bound index named by how deep the reductions under it are, so that equal sums are equal."""
+    deepest = max((int(x.var.name[1:]) for x in parts(body) if isinstance(x, Reduce)), default=0)
+    named = Var(f"_{deepest + 1}", j.size)
+    return Reduce(op, named, substitute(body, {j: named}))
+
+
+def reduced_values(lift: Lift, node: Node, which: int, index: Index) -> Expr | None:
+    """max(x, dim).values"""
+    if op_name(node) != "max" or which != 0 or len(node.args) < 2:
+        return None
+    lift.visited.add(node)
+    return reduced(lift, node, index, "max")
+
+
+@rule("logsumexp")
+def logsumexp(lift: Lift, node: Node, index: Index) -> Expr | None:
+    """log sum_j exp x[.., j, ..]"""
+    found = over(lift, node.args[0], argument(node, 1, "dim"), index, argument(node, 2, "keepdim", False))
+    return apply("log", reduce("sum", found[0], apply("exp", found[1]))) if found else None
+
+
+def normalised(lift: Lift, node: Node, index: Index) -> tuple[Expr, Expr] | None:
+    """(x[.., n, ..], sum_j exp x[.., j, ..]) for softmax and its kin."""
+    source, dim = node.args[0], axis(argument(node, 1, "dim"), len(index))
+    if not dtype(source).startswith(("float", "bfloat")):
+        return None
+    j = lift.fresh(shape(source)[dim])
+    body = lift.lift(source, (*index[:dim], j, *index[dim + 1 :]))
+    return substitute(body, {j: index[dim]}), reduce("sum", j, apply("exp", body))
+
+
+@rule("softmax", "_softmax", "special_softmax")
+def softmax(lift: Lift, node: Node, index: Index) -> Expr | None:
+    """exp(x[n]) / sum_j exp(x[j])"""
+    found = normalised(lift, node, index)
+    return apply("div", apply("exp", found[0]), found[1]) if found else None
+
+
+@rule("_safe_softmax")
+def safe_softmax(lift: Lift, node: Node, index: Index) -> Expr | None:
+    """softmax, and 0 where every score is -inf"""
+    p = softmax(lift, node, index)
+    return apply("where", apply("isnan", p), const(0.0), p) if p is not None else None
+
+
+@rule("log_softmax", "_log_softmax")
+def log_softmax(lift: Lift, node: Node, index: Index) -> Expr | None:
+    """x[n] - log sum_j exp(x[j])"""
+    found = normalised(lift, node, index)
+    return apply("sub", found[0], apply("log", found[1])) if found else None
+
+

@@ -1,0 +1,235 @@
+"""Rearrangements as index arithmetic: where element `index` of the result stands in the source."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+from fusecomp.graph.facts import is_tensor, number, op_name, shape, size_expr, value
+from fusecomp.ir.algebra import ZERO, apply, const
+from fusecomp.ir.expr import Const, Expr, kind
+from fusecomp.patterns.lift import Index, Lift, argument, axis, broadcast, rule
+
+PRIMES = (2, 3, 5, 7, 11, 13, 17)
+
+
+@rule("contiguous", "clone", "detach", "alias", "lift_fresh_copy", "lift_fresh", "lift", "positive", "detach_copy", moves=True)
+def same(lift: Lift, node: Node, index: Index) -> Expr:
+    """y[i] = x[i]"""
+    return lift.lift(node.args[0], index)
+
+
+@rule("view", "reshape", "_unsafe_view", "_reshape_alias", "flatten", "unflatten", "view_as", "reshape_as", "squeeze",
+      "unsqueeze", "ravel", "view_copy", moves=True)  # fmt: skip
+def reshaped(lift: Lift, node: Node, index: Index) -> Expr | None:
+    """Row-major order is kept: the flat position, unravelled over the source's axes."""
+    if value(node.args[0]).numel() != value(node).numel() or isinstance(argument(node, 1, "dtype"), torch.dtype):
+        return None
+    return lift.lift(node.args[0], unravel(index, shape(node), shape(node.args[0])))
+
+
+def unravel(index: Index, outer: Sequence[Expr], inner: Sequence[Expr]) -> Index:
+    """The index into a tensor of lengths `inner` whose flat position is that of `index` in lengths `outer`."""
+    flat: Expr = ZERO
+    for i, size in zip(index, outer, strict=True):
+        flat = apply("add", apply("mul", flat, size), i)
+    found: list[Expr] = []
+    for place, size in reversed(list(enumerate(inner))):
+        found.append(ZERO if size == const(1) else flat if place == 0 else apply("mod", flat, size))
+        flat = apply("floordiv", flat, size)
+    return tuple(reversed(found))
+
+
+@rule("transpose", "permute", "t", "numpy_T", "mT", "matrix_H", "movedim", "moveaxis", "swapaxes", "swapdims", moves=True)
+def permuted(lift: Lift, node: Node, index: Index) -> Expr:
+    """y[i] = x[i permuted]: the permutation is read off a toy tensor whose axes have different lengths."""
+    rank = len(index)
+    toy = node.target(torch.empty(PRIMES[:rank], device="meta"), *node.args[1:], **node.kwargs)  # type: ignore[operator]
+    source: list[Expr] = [ZERO] * rank
+    for i, length in zip(index, toy.shape, strict=True):
+        source[PRIMES.index(length)] = i
+    return lift.lift(node.args[0], tuple(source))
+
+
+@rule("expand", "expand_as", "broadcast_to", moves=True)
+def expanded(lift: Lift, node: Node, index: Index) -> Expr:
+    """y[i] = x[i, 0 along repeated axes]"""
+    return lift.lift(node.args[0], broadcast(index, shape(node), shape(node.args[0])))
+
+
+@rule("repeat_interleave", moves=True)
+def repeat_interleaved(lift: Lift, node: Node, index: Index) -> Expr | None:
+    """y[.., i, ..] = x[.., i // r, ..]"""
+    times, dim = number(node.args[1]), argument(node, 2, "dim")
+    if times is None or dim is None:
+        return None
+    return lift.lift(node.args[0], replaced(index, axis(dim, len(index)), lambda i: apply("floordiv", i, times)))
+
+
+@rule("repeat", "tile", moves=True)
+def repeated(lift: Lift, node: Node, index: Index) -> Expr:
+    """y[.., i, ..] = x[.., i mod n, ..]"""
+    inner = shape(node.args[0])
+    kept = index[len(index) - len(inner) :]
+    return lift.lift(node.args[0], tuple(apply("mod", i, n) for i, n in zip(kept, inner, strict=True)))
+
+
+@rule("select", moves=True)
+def selected(lift: Lift, node: Node, index: Index) -> Expr | None:
+    """y[i] = x[i with a fixed coordinate put in]"""
+    rank = len(index) + 1
+    dim, at = axis(node.args[1], rank), number(node.args[2])
+    if at is None:
+        return None
+    return lift.lift(node.args[0], (*index[:dim], wrapped(at, shape(node.args[0])[dim]), *index[dim:]))
+
+
+@rule("slice", moves=True)
+def sliced(lift: Lift, node: Node, index: Index) -> Expr | None:
+    """y[.., i, ..] = x[.., start + i step, ..]"""
+    dim, start, step = argument(node, 1, "dim", 0), argument(node, 2, "start"), argument(node, 4, "step", 1)
+    dim = axis(dim, len(index))
+    first, stride = number(0 if start is None else start), number(step)
+    if first is None or stride is None:
+        return None
+    first = clamped_start(first, shape(node.args[0])[dim])
+    return lift.lift(node.args[0], replaced(index, dim, lambda i: apply("add", first, apply("mul", i, stride))))
+
+
+def clamped_start(start: Expr, size: Expr) -> Expr:
+    """A slice's start as Python clamps it."""
+    if isinstance(start, Const) and isinstance(size, Const):
+        return const(slice(int(start.value), None).indices(int(size.value))[0])
+    return wrapped(start, size)
+
+
+@rule("narrow", moves=True)
+def narrowed(lift: Lift, node: Node, index: Index) -> Expr | None:
+    """y[.., i, ..] = x[.., start + i, ..]"""
+    dim, start = axis(node.args[1], len(index)), number(node.args[2])
+    if start is None:
+        return None
+    start = wrapped(start, shape(node.args[0])[dim])
+    return lift.lift(node.args[0], replaced(index, dim, lambda i: apply("add", start, i)))
+
+
+@rule("getitem", moves=True)
+def piece(lift: Lift, node: Node, index: Index) -> Expr | None:
+    """One result of unbind, split or chunk: the pieces before it are skipped."""
+    source, which = node.args[:2]
+    if not isinstance(source, Node) or not isinstance(which, int):
+        return None
+    name = op_name(source)
+    if name == "unbind":
+        dim = axis(argument(source, 1, "dim", 0), len(index) + 1)
+        at = wrapped(const(which), shape(source.args[0])[dim])
+        return lift.lift(source.args[0], (*index[:dim], at, *index[dim:]))
+    if name in ("split", "chunk", "split_with_sizes", "tensor_split", "split_copy", "hsplit"):
+        dim = axis(argument(source, 2, "dim", 0), len(index))
+        first: Expr = ZERO
+        for part in value(source)[: which % len(value(source))]:
+            first = apply("add", first, size_expr(part.shape[dim]))
+        return lift.lift(source.args[0], replaced(index, dim, lambda i: apply("add", first, i)))
+    from fusecomp.patterns.reductions import reduced_values
+
+    return reduced_values(lift, source, which, index)
+
+
+@rule("cat", "concat", "concatenate")
+def concatenated(lift: Lift, node: Node, index: Index) -> Expr:
+    """y[.., i, ..] = a[.., i, ..] if i < |a| else b[.., i - |a|, ..]. Empty legacy pieces of shape [0] are skipped."""
+    dim = axis(argument(node, 1, "dim", 0), len(index))
+    parts = [x for x in node.args[0] if len(shape(x)) == len(index)]
+    ends: list[Expr] = []
+    for x in parts:
+        ends.append(apply("add", ends[-1] if ends else ZERO, shape(x)[dim]))
+    chosen: Expr | None = None
+    for k in reversed(range(len(parts))):
+        before = ends[k - 1] if k else ZERO
+        inside = apply("lt", index[dim], ends[k])
+        if inside == const(False) or apply("ge", index[dim], before) == const(False):
+            continue
+        at = lift.lift(parts[k], replaced(index, dim, lambda i, before=before: apply("sub", i, before)))
+        chosen = at if chosen is None else apply("where", inside, at, chosen)
+    assert chosen is not None
+    return chosen
+
+
+@rule("stack")
+def stacked(lift: Lift, node: Node, index: Index) -> Expr | None:
+    """y[.., k, ..] = x_k[..], for a constant k"""
+    dim = axis(argument(node, 1, "dim", 0), len(index))
+    match index[dim]:
+        case Const(int(k)):
+            return lift.lift(node.args[0][k], (*index[:dim], *index[dim + 1 :]))
+    return None
+
+
+@rule("index", "_unsafe_index")
+def indexed(lift: Lift, node: Node, index: Index) -> Expr | None:
+    """x[i0, :, i1]: the index tensors broadcast together; their axes stand where the first of them did, or in front."""
+    source, indices = node.args[0], list(node.args[1])
+    used = [k for k, i in enumerate(indices) if i is not None]
+    tensors = [indices[k] for k in used]
+    if not used or any(value(t).dtype == torch.bool for t in tensors):
+        return None
+    joint = torch.broadcast_shapes(*[tuple(value(t).shape) for t in tensors])
+    outer = [size_expr(n) for n in joint]
+    together = used == list(range(used[0], used[-1] + 1))
+    start = used[0] if together else 0
+    at = index[start : start + len(joint)]
+    rest = [*index[:start], *index[start + len(joint) :]]
+    found: list[Expr] = []
+    for k, size in enumerate(shape(source)):
+        if k in used:
+            element = lift.lift(indices[k], broadcast(tuple(at), outer, shape(indices[k])))
+            found.append(wrapped(element, size))
+        else:
+            found.append(rest.pop(0))
+    return lift.lift(source, tuple(found))
+
+
+@rule("index_select")
+def index_selected(lift: Lift, node: Node, index: Index) -> Expr:
+    """y[.., i, ..] = x[.., positions[i], ..]"""
+    source, dim, positions = node.args[:3]
+    dim = axis(dim, len(index))
+    return lift.lift(source, replaced(index, dim, lambda i: lift.lift(positions, (i,))))
+
+
+@rule("gather", "take_along_dim")
+def gathered(lift: Lift, node: Node, index: Index) -> Expr | None:
+    """y[i] = x[i with coordinate dim replaced by positions[i]]"""
+    by_name = op_name(node) == "gather"
+    source, positions = node.args[0], node.args[2] if by_name else node.args[1]
+    dim = node.args[1] if by_name else argument(node, 2, "dim")
+    if dim is None:
+        return None
+    at = lift.lift(positions, broadcast(index, shape(node), shape(positions)))
+    inner = replaced(index, axis(dim, len(index)), lambda _: at)
+    return lift.lift(source, broadcast(inner, shape(node), shape(source)))
+
+
+@rule("embedding")
+def embedded(lift: Lift, node: Node, index: Index) -> Expr:
+    """y[.., d] = table[ids[..], d]"""
+    table, ids = node.args[:2]
+    return lift.lift(table, (lift.lift(ids, index[:-1]), index[-1]))
+
+
+def replaced(index: Index, dim: int, f: Any) -> Index:
+    """`index` with f applied to one coordinate."""
+    return (*index[:dim], f(index[dim]), *index[dim + 1 :])
+
+
+def wrapped(i: Expr, size: Expr) -> Expr:
+    """Python's negative indices: i + size where i < 0."""
+    if kind(i) == "bool" or is_tensor(i):
+        raise TypeError("a boolean is no index")
+    below = apply("lt", i, ZERO)
+    return apply("where", below, apply("add", i, size), i)
+
+
