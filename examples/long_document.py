@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+
 import torch
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile

@@ -1,0 +1,151 @@
+"""The command line.
+
+    fusecomp explain model.py:attention               what was found, planned, generated and verified
+    fusecomp show --until kernel model.py:attention   one stage: graph, region, plan, kernel, ptx
+    fusecomp verify model.py:attention                is every kernel right? exit status 1 if not
+    fusecomp tiles --n 4096 --d 128 --device h100     the plan of a workload given by numbers
+    fusecomp env                                      versions, device, cache, what is missing
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from fusecomp.errors import FusecompError, OptionError
+from fusecomp.tiles import tiles
+
+if TYPE_CHECKING:
+    from fusecomp.report import Report
+    from fusecomp.target import Target
+
+app = typer.Typer(
+    name="fusecomp",
+    help="Finds attention in plain PyTorch and compiles it to flash kernels.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+app.command()(tiles)
+
+Name = Annotated[str, typer.Argument(metavar="FILE:FUNCTION", help="a function, or a factory of (model, args)")]
+Args = Annotated[list[str] | None, typer.Option("--arg", help="shape of one input: 2x4x96x64 or 2x4x96x64:bfloat16")]
+Chosen = Annotated[list[str] | None, typer.Option("--option", "-o", help="KEY=VALUE, as in torch.compile's options")]
+On = Annotated[str | None, typer.Option("--on", help="cpu or cuda; default: where the model makes its tensors")]
+Json = Annotated[bool, typer.Option("--json", help="print JSON")]
+
+
+def main() -> None:
+    """Run; an error that a person can mend is one line, not a traceback."""
+    try:
+        app()
+    except FusecompError as error:
+        Console(stderr=True).print(f"error: {error}", style="red", markup=False, highlight=False)
+        sys.exit(2)
+
+
+@app.command()
+def explain(name: Name, arg: Args = None, option: Chosen = None, on: On = None, as_json: Json = False) -> None:
+    """Say of every attention whether it is fused, how, and if not, why."""
+    report = _report(_target(name, arg, on), option)
+    if as_json:
+        print(json.dumps(report.to_dict(), indent=2))
+    else:
+        Console().print(report)
+
+
+@app.command()
+def show(
+    name: Name,
+    until: Annotated[str, typer.Option(help="graph, region, plan, kernel or ptx")] = "kernel",
+    arch: Annotated[str, typer.Option(help="what ptx is for: sm_80, sm_90, sm_100")] = "sm_90",
+    arg: Args = None,
+    option: Chosen = None,
+    on: On = None,
+) -> None:
+    """Print what a stage made of each attention."""
+    from fusecomp.show import STAGES, graphs, stage
+
+    if until not in STAGES:
+        raise OptionError(f"--until takes one of {', '.join(STAGES)}; got {until!r}")
+    target = _target(name, arg, on)
+    if until == "graph":
+        with _progress("reading the graph"):
+            parts = list(graphs(target))
+    else:
+        parts = list(stage(_report(target, option), until, arch))
+    for part in parts:
+        print(part)
+
+
+@app.command()
+def verify(name: Name, arg: Args = None, option: Chosen = None, on: On = None, as_json: Json = False) -> None:
+    """Hold every kernel against eager, on the GPU or in Triton's interpreter. Exit status 1 if one disagrees."""
+    import torch
+
+    if not torch.cuda.is_available():
+        os.environ.setdefault("TRITON_INTERPRET", "1")  # before Triton is imported
+    report = _report(_target(name, arg, on), [*(option or []), "verify=true"])
+    if as_json:
+        print(json.dumps(report.to_dict(), indent=2))
+    else:
+        Console().print(report)
+    raise typer.Exit(1 if report.fallbacks else 0)
+
+
+@app.command()
+def env() -> None:
+    """Versions, device, cache and variables: what a bug report needs."""
+    from fusecomp.show import facts
+
+    table = Table.grid(padding=(0, 2))
+    for what, how in facts():
+        table.add_row(what, how, style="red" if how == "missing" else "")
+    Console().print(table)
+
+
+def _target(name: str, shapes: list[str] | None, on: str | None) -> Target:
+    """The target, moved to the device, once it ran in eager PyTorch."""
+    with _progress(f"running {name} in eager PyTorch"):
+        from fusecomp.target import load
+
+        target = load(name, shapes or ())
+        target = target.to(on) if on else target
+        target.run()
+    return target
+
+
+def _report(target: Target, chosen: list[str] | None) -> Report:
+    from fusecomp.backend import explain as explained
+    from fusecomp.settings import Options
+
+    options = dict(_pair(text) for text in chosen or ())
+    Options.parse(options)
+    with _progress(f"compiling and verifying {target.name}"):
+        return explained(target.call, *target.args, **target.kwargs)
+
+
+def _pair(text: str) -> tuple[str, str]:
+    key, equals, value = text.partition("=")
+    if not equals:
+        raise OptionError(f"--option takes KEY=VALUE, such as inner=aot_eager; got {text!r}")
+    return key, value
+
+
+@contextmanager
+def _progress(what: str) -> Iterator[None]:
+    """A spinner and a clock on a terminal's standard error; nothing where there is none."""
+    console = Console(stderr=True)
+    columns = SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn()
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+        progress.add_task(what, total=None)
+        yield

@@ -1,0 +1,114 @@
+"""`fusecomp show` and `fusecomp env`: what a stage made, and what this machine has."""
+
+from __future__ import annotations
+
+import os
+import platform
+from collections.abc import Iterator
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fusecomp.report import Entry, Report, size
+from fusecomp.settings import cache_dir, environment
+from fusecomp.target import Target
+
+STAGES = ("graph", "region", "plan", "kernel", "ptx")
+PACKAGES = ("fusecomp", "torch", "triton", "numpy", "sympy", "networkx", "transformers")
+
+
+def graphs(target: Target) -> Iterator[str]:
+    """Each graph of Dynamo in the vocabulary that recognition reads, with the user's source lines."""
+    from fusecomp.graph.capture import capture, placeholder_values
+
+    found: list[torch.fx.GraphModule] = []
+
+    def keep(graph: torch.fx.GraphModule, _inputs: list[Any]) -> torch.fx.GraphModule:
+        found.append(capture(graph, placeholder_values(graph)))
+        return graph
+
+    with torch.no_grad():
+        torch.compile(target.call, backend=keep)(*target.args, **target.kwargs)
+    yield from (str(graph.print_readable(print_output=False)) for graph in found)
+
+
+def stage(report: Report, until: str, arch: str) -> Iterator[str]:
+    """What each attention is after the stage `until`; a decline says why at every stage."""
+    for group in report.groups():
+        entry = group[0]
+        yield f"# {entry.status} at {entry.where}" + (f", {len(group)} alike" if len(group) > 1 else "")
+        yield from _made(entry, until, arch) if entry.region is not None else [f"# {entry.reason}"]
+
+
+def _made(entry: Entry, until: str, arch: str) -> Iterator[str]:
+    match until:
+        case "region":
+            yield str(entry.region)
+        case "plan":
+            yield from _plan(entry)
+        case "kernel":
+            yield entry.kernel_text or _nothing(entry)
+        case "ptx":
+            yield _ptx(entry, arch)
+
+
+def _plan(entry: Entry) -> Iterator[str]:
+    rows = dict(entry.rows())
+    yield "\n".join(rows[label] for label in ("sizes", "plan", "predicted") if rows.get(label)) or _nothing(entry)
+    for r in entry.plan.rejected if entry.plan else ():
+        yield f"    not {r.block_m} x {r.block_n}, {r.warps} warps, {r.stages} stages: {r.reason}"
+
+
+def _ptx(entry: Entry, arch: str) -> str:
+    """The kernel compiled for `arch`; no GPU is needed."""
+    if entry.kernel_source is None:
+        return _nothing(entry)
+    from fusecomp.codegen.compiled import cross_compile
+
+    return str(cross_compile(entry.kernel_source, arch))
+
+
+def _nothing(entry: Entry) -> str:
+    return f"# nothing was made: {entry.reason or 'it runs ' + entry.lowering}"
+
+
+def facts() -> Iterator[tuple[str, str]]:
+    """(what, how it is) of this machine, for `fusecomp env` and bug reports."""
+    yield "python", f"{platform.python_version()} on {platform.system()} {platform.machine()}"
+    for name in PACKAGES:
+        yield name, installed(name)
+    yield "device", device()
+    yield "interpreter", "on: kernels run on CPU tensors" if os.environ.get("TRITON_INTERPRET") == "1" else "off"
+    yield "cache", cache(cache_dir())
+    for name, value in environment().items():
+        yield name, "not set" if value is None else value
+
+
+def installed(name: str) -> str:
+    """Its version, or "missing"."""
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return "missing"
+
+
+def device() -> str:
+    """The GPU, or what stands in for it."""
+    from fusecomp.planning.device import current, live
+
+    if (gpu := live()) is not None:
+        return f"{gpu.name} ({gpu.arch}), {gpu.sms} multiprocessors, {gpu.smem_bytes} B of shared memory a program"
+    return f"no GPU: plans are made for {current().name}; attention on the CPU runs as PyTorch operators"
+
+
+def cache(folder: Path) -> str:
+    """Where it is, what it holds, whether it can be written."""
+    if not folder.exists():
+        parent = next(p for p in folder.parents if p.exists())
+        made = os.access(parent, os.W_OK) and parent.is_dir()
+        return f"{folder}, empty" if made else f"{folder}, cannot be made: {parent} is not a writable folder"
+    files = [p for p in folder.rglob("*") if p.is_file()] if folder.is_dir() else []
+    held = f"{folder}, {len(files)} files, {size(sum(p.stat().st_size for p in files))}"
+    return held if folder.is_dir() and os.access(folder, os.W_OK) else f"{folder}, not a writable folder"

@@ -1,0 +1,131 @@
+"""FILE:FUNCTION: what it may name, and what a person is told whose name is wrong."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from fusecomp.errors import TargetError
+from fusecomp.target import load
+
+MODEL = '''
+import torch
+from torch import nn
+from neighbour import scale
+
+def attention(q, k, v, scale=0.125):
+    return torch.softmax(q @ k.mT * scale, -1) @ v
+
+class Net(nn.Module):
+    def forward(self, x):
+        return torch.softmax(x @ x.mT, -1) @ x
+
+linear = nn.Linear(4, 4)
+
+def factory():
+    return Net(), (torch.ones(2, 3, 4),)
+
+def one_tensor():
+    return Net(), torch.ones(5, 4)
+
+def by_name():
+    return attention, {"q": torch.ones(3, 4), "k": torch.ones(3, 4), "v": torch.ones(3, 4)}
+
+def both():
+    return attention, (torch.ones(3, 4), torch.ones(5, 4), torch.ones(5, 2)), {"scale": 0.5}
+
+def plain():
+    return torch.ones(2) * scale
+
+def without_inputs():
+    return Net()
+
+def broken():
+    raise RuntimeError("out of paper\\nand ink")
+
+def fails(x):
+    raise ValueError("no such axis")
+
+number = 3
+'''
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Callable[[str], str]:
+    (tmp_path / "model.py").write_text(MODEL)
+    (tmp_path / "neighbour.py").write_text("scale = 7\n")
+    (tmp_path / "syntax.py").write_text("def attention(:\n")
+    (tmp_path / "needs.py").write_text("import a_package_that_is_nowhere\n")
+    (tmp_path / "quits.py").write_text("raise SystemExit(3)\n")
+    (tmp_path / "empty.py").write_text("")
+    return lambda name: str(tmp_path / name)
+
+
+@pytest.mark.parametrize(
+    ("name", "shape"),
+    [("factory", (2, 3, 4)), ("one_tensor", (5, 4)), ("by_name", (3, 4)), ("both", (3, 2)), ("plain", (2,))],
+)
+def test_factories_and_functions_without_inputs(file: Callable[[str], str], name: str, shape: tuple[int, ...]) -> None:
+    assert load(file(f"model.py:{name}")).run().shape == shape
+
+
+def test_a_function_of_tensors_gets_random_ones(file: Callable[[str], str]) -> None:
+    target = load(file("model.py:attention"))
+    assert [a.shape for a in target.args] == [(2, 4, 96, 64)] * 3
+    assert not torch.equal(target.args[0], target.args[1])
+    assert target.run().shape == (2, 4, 96, 64)
+
+
+def test_shapes_and_dtypes_can_be_given(file: Callable[[str], str]) -> None:
+    target = load(file("model.py:attention"), ["3x8:bfloat16", "5x8:bfloat16", "5x2:bfloat16"])
+    assert target.run().shape == (3, 2)
+    assert target.run().dtype == torch.bfloat16
+
+
+def test_a_model_is_a_function_of_its_forward_arguments(file: Callable[[str], str]) -> None:
+    assert load(file("model.py:linear"), ["6x4"]).run().shape == (6, 4)
+
+
+WRONG = {
+    "'model.py' is not FILE:FUNCTION, such as model.py:attention": ("model.py", ()),
+    "modle.py (did you mean 'model.py'?)": ("modle.py:attention", ()),
+    "no 'atention'": ("model.py:atention", ()),
+    "(did you mean 'attention'?). It defines attention, Net, factory,": ("model.py:atention", ()),
+    "It defines no function.": ("empty.py:f", ()),
+    "is an int, not a function, a model or a factory": ("model.py:number", ()),
+    "cannot be imported: SyntaxError: invalid syntax": ("syntax.py:attention", ()),
+    "cannot be imported: ModuleNotFoundError: No module named 'a_package_that_is_nowhere'": ("needs.py:f", ()),
+    "cannot be imported: SystemExit: 3": ("quits.py:f", ()),
+    "raised when called: RuntimeError: out of paper": ("model.py:broken", ()),
+    "returns a model without inputs: return (model, args)": ("model.py:without_inputs", ()),
+    "attention takes q, k, v: give --arg 3 times, not 1": ("model.py:attention", ("2x3",)),
+    "--arg '2by3' is not SHAPE or SHAPE:DTYPE, such as 2x4x96x64:bfloat16": ("model.py:linear", ("2by3",)),
+    "--arg '2x3:bf17' is not SHAPE or SHAPE:DTYPE": ("model.py:linear", ("2x3:bf17",)),
+    "takes no inputs, so --arg has no meaning": ("model.py:factory", ("2x3",)),
+}
+
+
+@pytest.mark.parametrize("message", WRONG)
+def test_wrong_targets(file: Callable[[str], str], message: str) -> None:
+    name, shapes = WRONG[message]
+    with pytest.raises(TargetError) as caught:
+        load(file(name) if ":" in name else name, shapes)
+    assert message in str(caught.value)
+
+
+def test_a_model_that_does_not_run_in_eager_is_said_with_its_inputs(file: Callable[[str], str]) -> None:
+    with pytest.raises(TargetError) as caught:
+        load(file("model.py:fails"), ["2x3:int64"]).run()
+    for part in ("fails does not run in eager PyTorch", "(int64 [2, 3])", "ValueError: no such axis", "--arg"):
+        assert part in str(caught.value)
+
+
+def test_a_failed_file_leaves_no_trace_in_the_import_path(file: Callable[[str], str]) -> None:
+    before = list(sys.path)
+    with pytest.raises(TargetError):
+        load(file("needs.py:f"))
+    assert sys.path == before
