@@ -56,7 +56,8 @@ def main() -> None:
 @app.command()
 def explain(name: Name, arg: Args = None, option: Chosen = None, on: On = None, as_json: Json = False) -> None:
     """Say of every attention whether it is fused, how, and if not, why."""
-    report = _report(_target(name, arg, on), option)
+    options = _options(option)
+    report = _report(_target(name, arg, on), options)
     if as_json:
         print(json.dumps(report.to_dict(), indent=2))
     else:
@@ -77,12 +78,12 @@ def show(
 
     if until not in STAGES:
         raise OptionError(f"--until takes one of {', '.join(STAGES)}; got {until!r}")
-    target = _target(name, arg, on)
+    options, target = _options(option), _target(name, arg, on)
     if until == "graph":
         with _progress("reading the graph"):
             parts = list(graphs(target))
     else:
-        parts = list(stage(_report(target, option), until, arch))
+        parts = list(stage(_report(target, options), until, arch))
     for part in parts:
         print(part)
 
@@ -94,7 +95,8 @@ def verify(name: Name, arg: Args = None, option: Chosen = None, on: On = None, a
 
     if not torch.cuda.is_available():
         os.environ.setdefault("TRITON_INTERPRET", "1")  # before Triton is imported
-    report = _report(_target(name, arg, on), [*(option or []), "verify=true"])
+    options = {**_options(option), "verify": "true"}
+    report = _report(_target(name, arg, on), options)
     if as_json:
         print(json.dumps(report.to_dict(), indent=2))
     else:
@@ -124,14 +126,23 @@ def _target(name: str, shapes: list[str] | None, on: str | None) -> Target:
     return target
 
 
-def _report(target: Target, chosen: list[str] | None) -> Report:
+def _report(target: Target, options: dict[str, str]) -> Report:
+    """What became of each attention of the target."""
+    import torch
+
     from fusecomp.backend import explain as explained
+
+    with _progress(f"compiling and verifying {target.name}"), torch.no_grad():
+        return explained(target.call, *target.args, **target.kwargs)
+
+
+def _options(chosen: list[str] | None) -> dict[str, str]:
+    """KEY=VALUE words as options, checked before anything runs."""
     from fusecomp.settings import Options
 
-    options = dict(_pair(text) for text in chosen or ())
+    options = dict(map(_pair, chosen or ()))
     Options.parse(options)
-    with _progress(f"compiling and verifying {target.name}"):
-        return explained(target.call, *target.args, **target.kwargs)
+    return options
 
 
 def _pair(text: str) -> tuple[str, str]:

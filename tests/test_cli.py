@@ -1,0 +1,171 @@
+"""The command line, as a person types it."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from fusecomp import cli
+
+MODEL = '''
+import torch
+
+def attention(q, k, v):
+    scores = q @ k.transpose(-1, -2) * 0.125
+    i, j = torch.arange(q.shape[-2])[:, None], torch.arange(k.shape[-2])
+    return torch.softmax(scores.masked_fill(j > i, float("-inf")), -1) @ v
+
+def mixed(q, k, v):
+    return torch.softmax((q @ k.transpose(-1, -2)).cumsum(-1), -1) @ v
+
+def none(x):
+    return x + 1
+'''
+
+Call = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> str:
+    path = tmp_path / "model.py"
+    path.write_text(MODEL)
+    return str(path)
+
+
+@pytest.fixture
+def call(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Call:
+    """Run `fusecomp ...` in this process: (exit status, stdout, stderr)."""
+    monkeypatch.setenv("FUSECOMP_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setenv("COLUMNS", "140")
+
+    def run(*words: str) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["fusecomp", *words])
+        with pytest.raises(SystemExit) as caught:
+            cli.main()
+        shown = capsys.readouterr()
+        return int(caught.value.code or 0), shown.out, shown.err
+
+    return run
+
+
+def process(*words: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    """Run `python -m fusecomp ...` in a process of its own."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "140", **variables}
+    command = [sys.executable, "-m", "fusecomp", *words]
+    return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300, check=False)
+
+
+def test_no_command_prints_help(call: Call) -> None:
+    _, out, err = call()
+    for command in ("explain", "show", "verify", "tiles", "env"):
+        assert command in out + err
+
+
+def test_env_names_versions_device_cache_and_variables(call: Call, tmp_path: Path) -> None:
+    status, out, _ = call("env")
+    assert status == 0
+    for part in ("python", "torch", "triton", "device", str(tmp_path / "cache"), "FUSECOMP_STRICT", "not set"):
+        assert part in out
+
+
+def test_tiles_prints_the_plan_and_the_reasons(call: Call) -> None:
+    status, out, _ = call("tiles", "--n", "4096", "--d", "128", "--causal", "--device", "a100", "--heads", "8")
+    assert status == 0
+    for part in ("keep  kv_idx <= q_idx", "on a100-80, B = 1, H = 8, M = 4096", "(Br x Bc)", "not taken because"):
+        assert part in out
+
+
+def test_tiles_as_json(call: Call) -> None:
+    sizes = ("--n", "512", "--d", "192", "--dv", "128")
+    status, out, _ = call("tiles", *sizes, "--device", "l4", "--budget", "64KB", "--json")
+    assert status == 0
+    plan = json.loads(out)
+    assert plan["device"] == "l4"
+    assert plan["d_chunks"] == [[128, 64]]
+    assert plan["cost"]["smem_bytes"] <= 65536
+
+
+def test_explain_a_fused_attention(call: Call, model: str) -> None:
+    status, out, _ = call("explain", f"{model}:attention", "-o", "inner=aot_eager")
+    assert status == 0
+    for part in ("1 fused", "model.py:7", "S = score * 0.125", "keep", "(Br x Bc)", "HBM"):
+        assert part in out
+
+
+def test_explain_a_declined_one_as_json(call: Call, model: str) -> None:
+    status, out, _ = call("explain", f"{model}:mixed", "-o", "inner=aot_eager", "--json")
+    assert status == 0
+    (entry,) = json.loads(out)["entries"]
+    assert entry["status"] == "declined"
+    assert "cumsum" in entry["reason"]
+    assert entry["where"].endswith("model.py:10")
+
+
+def test_explain_nothing(call: Call, model: str) -> None:
+    status, out, _ = call("explain", f"{model}:none", "-o", "inner=aot_eager")
+    assert status == 0
+    assert "No softmax" in out
+
+
+@pytest.mark.parametrize(
+    ("stage", "part"),
+    [
+        ("graph", "torch.ops.aten.softmax"),
+        ("region", "keep"),
+        ("plan", "(Br x Bc)"),
+        ("kernel", "@triton.jit"),
+        ("ptx", ".target sm_90"),
+    ],
+)
+def test_show_each_stage(call: Call, model: str, stage: str, part: str) -> None:
+    status, out, _ = call("show", "--until", stage, f"{model}:attention", "-o", "inner=aot_eager")
+    assert status == 0
+    assert part in out
+
+
+def test_show_says_why_there_is_nothing(call: Call, model: str) -> None:
+    _, out, _ = call("show", f"{model}:mixed", "-o", "inner=aot_eager")
+    assert "declined" in out
+    assert "cumsum" in out
+
+
+def test_verify_runs_the_kernel_in_the_interpreter(model: str, tmp_path: Path) -> None:
+    done = process("verify", f"{model}:attention", "-o", "inner=aot_eager", FUSECOMP_CACHE_DIR=str(tmp_path / "cache"))
+    assert done.returncode == 0, done.stderr
+    assert "1 fused" in done.stdout
+    assert "generated Triton kernel" in done.stdout
+
+
+WRONG = {
+    "error: --until takes one of graph, region, plan, kernel, ptx; got 'ir'": ("show", "--until", "ir", "MODEL:mixed"),
+    "(did you mean 'attention'?)": ("explain", "MODEL:atention"),
+    "is not FILE:FUNCTION": ("explain", "attention"),
+    "--option takes KEY=VALUE": ("explain", "MODEL:attention", "-o", "inner"),
+    "unknown option 'iner' (did you mean 'inner'?)": ("explain", "MODEL:attention", "-o", "iner=eager"),
+    "does not run in eager PyTorch, on inputs (float32 [2, 3]": (
+        "explain", "MODEL:attention", "--arg", "2x3", "--arg", "2x4", "--arg", "2x3",
+    ),
+    "unknown device 'h1000'": ("tiles", "--n", "64", "--device", "h1000"),
+    "--budget takes bytes, such as 98304 or 96KB; got '1 TB'": ("tiles", "--n", "64", "--budget", "1 TB"),
+    "heads (16) must be a multiple of kv_heads (3)": ("tiles", "--n", "64", "--kv-heads", "3"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("message", WRONG)
+def test_mistakes_are_one_line_and_exit_status_2(call: Call, model: str, message: str) -> None:
+    status, out, err = call(*(word.replace("MODEL", model) for word in WRONG[message]))
+    assert status == 2
+    assert message in err.replace("\n", " ")
+    assert "Traceback" not in out + err
+
+
+def test_python_dash_m() -> None:
+    done = process("env")
+    assert done.returncode == 0, done.stderr
+    assert "python" in done.stdout
