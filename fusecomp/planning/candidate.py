@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import lru_cache
 
 from fusecomp.ir.expr import Const, Expr, Load, Var, parts
 from fusecomp.ir.region import AttentionRegion
@@ -25,67 +24,81 @@ class Tile:
     pack: int = 1
 
 
-def quantities(tile: Tile, decode: bool, region: AttentionRegion, sizes: Mapping[str, int], device: Device) -> dict[str, float]:
-    """Every quantity of `cost.QUANTITIES` for one tile."""
-    known = facts(region)
-    fixed = _constants(region, tuple(sorted(sizes.items())), device)
-    visited, tested = _visits(region, tuple(sorted(sizes.items())), max(1, tile.block_m // tile.pack), tile.block_n)
-    return evaluate(
-        {
-            **fixed,
-            "BLOCK_M": tile.block_m,
-            "BLOCK_N": tile.block_n,
-            "WARPS": tile.warps,
-            "STAGES": tile.stages,
-            "PACK": tile.pack,
-            "TILES": visited,
-            "TESTED": tested,
-            "SPLIT": int(decode),
-            **compiler(tile, known, device),
+class Launch:
+    """One region at its lengths on one device: what every tile shares, worked out once."""
+
+    def __init__(self, region: AttentionRegion, sizes: Mapping[str, int], device: Device, decode: bool) -> None:
+        self.region, self.sizes, self.device, self.decode = region, dict(sizes), device, decode
+        self.known, self.at = facts(region), lengths(region, sizes)
+        self.fixed = {**FITTED, **_of_region(self.known), **_of_device(device, self.known), **self._of_lengths()}
+        self._visits: dict[tuple[int, int], tuple[int, int]] = {}
+
+    def visits(self, rows: int, block_n: int) -> tuple[int, int]:
+        """(tiles visited, tiles that test their mask) of one head."""
+        key = rows, block_n
+        if key not in self._visits:
+            self._visits[key] = visits(self.region, self.sizes, rows, block_n)
+        return self._visits[key]
+
+    def quantities(self, tile: Tile) -> dict[str, float]:
+        """Every quantity of `cost.QUANTITIES` for one tile."""
+        visited, tested = self.visits(max(1, tile.block_m // tile.pack), tile.block_n)
+        return evaluate(
+            {
+                **self.fixed,
+                "BLOCK_M": tile.block_m,
+                "BLOCK_N": tile.block_n,
+                "WARPS": tile.warps,
+                "STAGES": tile.stages,
+                "PACK": tile.pack,
+                "TILES": visited,
+                "TESTED": tested,
+                **compiler(tile, self.known, self.device),
+            }
+        )
+
+    def _of_lengths(self) -> dict[str, float]:
+        loaded = [_elements(x, self.sizes) * WIDTH.get(x.dtype, 1) for x in self.known.loads]
+        every_query = visits(self.region, self.sizes, self.at.m, 16)[0]
+        return {
+            "HEADS": self.at.heads,
+            "KV_HEADS": self.at.kv_heads,
+            "M": self.at.m,
+            "N": self.at.n,
+            "REACHED": min(self.at.n, 16 * every_query),
+            "LOAD_UNIQUE": sum(loaded),
+            "SPLIT": int(self.decode),
         }
-    )
 
 
 def compiler(tile: Tile, known: Facts, device: Device) -> dict[str, float]:
     """What the compiler makes of a tile: which matrix instruction, and what passes through shared memory.
 
-    wgmma (sm_90) takes four warps x 16 rows and reads both operands of Q K^T from shared memory, 64 rows at a time; tcgen05
-    (sm_100) 128 rows; mma.sync has each warp read K and V for its own rows.
+    wgmma (sm_90) takes four warps x 16 rows and reads both operands of Q K^T from shared memory, 64 rows at a time;
+    tcgen05 (sm_100) 128 rows; mma.sync has each warp read K and V for its own rows.
     """
     tensor = known.dtype != "float32" or known.precision == "tf32"
     direct = tensor and device.capability >= 90 and tile.block_m >= 64
     native = {90: 64, 100: 128}.get(device.capability, 64)
     per_warp = max(16, tile.block_m // tile.warps)
-    crosses = tile.block_m <= 16 * tile.warps and (max(known.dv_chunks) >= 128 or tile.block_m == 16)
+    rows, values = tile.block_m / tile.warps, max(known.dv_chunks)
+    wide = values >= (64 if rows < 16 else 128 if rows == 16 else 256)
+    crosses = tile.block_m == 16 or (wide and len(known.dv_chunks) == 1)
     return {
         "WGMMA": int(direct),
-        "DIRECT": int(direct),
+        "DOT": int(not tensor),
         "MMA_ROWS": native if direct else per_warp,
-        "MMA_SHARE": 1.0 if direct or device.capability < 90 or not tensor else FITTED["SYNC_MMA"],
+        "MMA_SHARE": _share(tile, tensor, direct or device.capability < 90, device),
         "SCRATCH": int(not direct and (crosses or not tensor)),
     }
 
 
-@lru_cache(maxsize=4096)
-def _visits(region: AttentionRegion, sizes: tuple[tuple[str, int], ...], rows: int, block_n: int) -> tuple[int, int]:
-    return visits(region, dict(sizes), rows, block_n)
-
-
-@lru_cache(maxsize=512)
-def _constants(region: AttentionRegion, sizes: tuple[tuple[str, int], ...], device: Device) -> dict[str, float]:
-    """What every tile of one launch shares."""
-    known, at = facts(region), lengths(region, dict(sizes))
-    return {
-        **FITTED,
-        **_of_region(known),
-        **_of_device(device, known),
-        "HEADS": at.heads,
-        "KV_HEADS": at.kv_heads,
-        "M": at.m,
-        "N": at.n,
-        "REACHED": _reached(region, sizes, at.n),
-        "LOAD_UNIQUE": sum(_elements(x, region, dict(sizes)) * WIDTH.get(x.dtype, 1) for x in known.loads),
-    }
+def _share(tile: Tile, tensor: bool, native: bool, device: Device) -> float:
+    """Of the peak. With no matrix instruction, a thread of s scores loads 2 sqrt(s) operands for s multiply-adds."""
+    if tensor:
+        return 1.0 if native else FITTED["SYNC_MMA"]
+    scores = tile.block_m * tile.block_n / (tile.warps * device.warp)
+    return 1 / (1 + FITTED["LOADS_DOT"] / math.sqrt(scores))
 
 
 def _of_region(known: Facts) -> dict[str, float]:
@@ -125,13 +138,7 @@ def _of_device(device: Device, known: Facts) -> dict[str, float]:
     }
 
 
-def _reached(region: AttentionRegion, sizes: tuple[tuple[str, int], ...], n: int) -> int:
-    """Keys that any query reaches: N, or less where one tile of all queries reaches less."""
-    at = lengths(region, dict(sizes))
-    return min(n, 16 * _visits(region, sizes, at.m, 16)[0])
-
-
-def _elements(x: Load, region: AttentionRegion, sizes: Mapping[str, int]) -> int:
+def _elements(x: Load, sizes: Mapping[str, int]) -> int:
     """Elements of a loaded tensor that one launch can read: the product of the extents of the indices it is read at."""
     axes = {v for e in x.index for v in parts(e) if isinstance(v, Var)}
     return math.prod(_size(v.size, sizes) for v in axes)

@@ -109,7 +109,7 @@ def find(name: str) -> Device:
 
 
 def _plain(name: str) -> str:
-    """"NVIDIA H100 80GB HBM3" -> "h100-80gb-hbm3"."""
+    """ "NVIDIA H100 80GB HBM3" -> "h100-80gb-hbm3"."""
     words = re.split(r"[\s_\-]+", name.lower().strip())
     return "-".join(w for w in words if w not in ("nvidia", "amd", "instinct", "geforce", "tesla"))
 
@@ -180,7 +180,9 @@ def from_toml(path: str | Path) -> Device:
         held[key] = _checked(key, value, keys, path)
     missing = [k for k in keys if k not in held and k != "launch"]
     if base is None and missing:
-        raise DeviceError(f'{path}: key {missing[0]!r} is missing (missing in all: {", ".join(missing)}); or say like = "h200"')
+        raise DeviceError(
+            f'{path}: key {missing[0]!r} is missing (missing in all: {", ".join(missing)}); or say like = "h200"'
+        )
     return replace(base, **held) if base else Device(**held)
 
 
@@ -195,5 +197,7 @@ def _checked(key: str, value: object, keys: dict[str, str], path: str | Path) ->
         raise DeviceError(f"{path}: key {key!r} must be a text, not {value!r}")
     whole = keys[key] == "int"
     if isinstance(value, bool) or not isinstance(value, int if whole else int | float) or not value > 0:
-        raise DeviceError(f"{path}: key {key!r} must be a positive {'whole number' if whole else 'number'}, not {value!r}")
+        raise DeviceError(
+            f"{path}: key {key!r} must be a positive {'whole number' if whole else 'number'}, not {value!r}"
+        )
     return value if whole else float(value)

@@ -1,9 +1,9 @@
 """The table of devices. Figures are the vendors' own unless a row says measured.
 
 Sources: NVIDIA A100, A10, L4, L40S, H100, H200 and HGX B200 data sheets; the GA102, AD102, A100 (GA100) and H100 (GH100)
-architecture white papers (multiprocessors, clocks, special-function and FMA units, L2); AMD's MI300X data sheet and CDNA 3 white
-paper; the AWS G5 page for the A10G. Shared memory and registers: CUDA C++ Programming Guide, table "Technical
-Specifications per Compute Capability". All matrix rates are dense, with float32 sums. Clocks are boost clocks.
+architecture white papers (multiprocessors, clocks, special-function and FMA units, L2); AMD's MI300X data sheet and
+CDNA 3 white paper; the AWS G5 page for the A10G. Shared memory and registers: CUDA C++ Programming Guide, table
+"Technical Specifications per Compute Capability". All matrix rates are dense, with float32 sums; clocks are boost clocks.
 """
 
 from __future__ import annotations
@@ -20,7 +20,15 @@ HOPPER = {"smem_bytes": 227 * KB, "smem_per_sm": 228 * KB, "threads_per_sm": 204
 
 
 def _nvidia(
-    name: str, arch: str, sms: int, tera: tuple[float, float, float], ghz: float, tb: float, l2: float, gb: int, per_sm: dict[str, int]
+    name: str,
+    arch: str,
+    sms: int,
+    tera: tuple[float, float, float],
+    ghz: float,
+    tb: float,
+    l2: float,
+    gb: int,
+    per_sm: dict[str, int],
 ) -> Device:
     """`tera`: TFLOP/s of (half, tf32, fp32) products; `tb`: TB/s of device memory; `l2` in MB."""
     half, tf32, fp32 = (t * TERA for t in tera)

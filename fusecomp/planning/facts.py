@@ -1,13 +1,13 @@
 """What the equations of `cost` need to know of a region: counts and widths, and how many tiles a mask leaves.
 
-    tiles  = sum over query tiles of ceil(last key reached / BLOCK_N) - floor(first key reached / BLOCK_N)
-    tested = the part of them in which some pair still needs its mask
+tiles  = sum over query tiles of ceil(last key reached / BLOCK_N) - floor(first key reached / BLOCK_N)
+tested = the part of them in which some pair still needs its mask
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -191,7 +191,7 @@ def value(e: Expr, sizes: Mapping[str, int]) -> int | None:
     return None
 
 
-INTEGER = {
+INTEGER: dict[str, Callable[..., int]] = {
     "add": lambda a, b: a + b,
     "sub": lambda a, b: a - b,
     "mul": lambda a, b: a * b,
@@ -215,12 +215,18 @@ def visits(region: AttentionRegion, sizes: Mapping[str, int], rows: int, block_n
     visited = np.maximum(-(-high // block_n) - low // block_n, 0)
     if spans.loose or any(_edge(b, region, sizes) is None for b in (*spans.lower, *spans.upper)):
         return int(visited.sum()), int(visited.sum())
+    # no test: the whole tile lies between the edges of every row, and before the last key
     clean = np.maximum(np.minimum(high_clean, at.n) // block_n + (-np.maximum(low_clean, 0) // block_n), 0)
     return int(visited.sum()), int((visited - np.minimum(clean, visited)).sum())
 
 
 def _edges(
-    bounds: tuple[Bound, ...], region: AttentionRegion, sizes: Mapping[str, int], first: np.ndarray, last: np.ndarray, default: int
+    bounds: tuple[Bound, ...],
+    region: AttentionRegion,
+    sizes: Mapping[str, int],
+    first: np.ndarray,
+    last: np.ndarray,
+    default: int,
 ) -> tuple[np.ndarray, np.ndarray]:
     """(least, greatest) edge over each query tile, folded over the bounds: the largest lower, the smallest upper."""
     fold = np.maximum if default == 0 else np.minimum

@@ -7,31 +7,33 @@ carries is that of the lengths asked for.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import lru_cache
 from itertools import product
+from typing import Any
 
 from fusecomp.errors import PlanError
 from fusecomp.ir.region import AttentionRegion
-from fusecomp.planning.candidate import Tile, quantities
+from fusecomp.planning.candidate import Launch, Tile
 from fusecomp.planning.chunks import power
 from fusecomp.planning.cost import bound
 from fusecomp.planning.device import Device, current
-from fusecomp.planning.facts import Facts, facts, lengths
+from fusecomp.planning.facts import lengths
 from fusecomp.planning.tile import Cost, Rejected, TilePlan
+from fusecomp.planning.workload import Workload
 
 DECODE_ROWS, DECODE_KEYS = 16, 256
 """At most so many queries, and at least so many keys: the keys are split over programs."""
 SPILL_LIMIT = 64
 """Registers over the limit that a tile may need and still be tried; each costs time (`cost.spill_s`)."""
+TIE = 0.01
+"""Times so near each other are one; the tile that takes less of the multiprocessor wins."""
 SIDES = (16, 32, 64, 128)
-FALLBACK = Tile(16, 16, 4, 1)
-"""The smallest tile there is: what a plan falls back on when no other fits."""
 
 
 @dataclass(frozen=True)
 class Row:
-    """One tile considered, with its predicted quantities, best first in `rows`."""
+    """One tile considered, with what it is predicted to cost."""
 
     tile: Tile
     skeleton: str
@@ -40,74 +42,95 @@ class Row:
     """Why it is not the plan; empty for the plan's own."""
 
 
-def plan(region: AttentionRegion, sizes: Mapping[str, int], device: Device | None = None, budget: int | None = None) -> TilePlan:
-    """The plan of a region at lengths near `sizes` (a value for each of region.sizes), within `budget` B of shared memory."""
+def plan(
+    region: AttentionRegion, sizes: Mapping[str, int], device: Device | None = None, budget: int | None = None
+) -> TilePlan:
+    """The plan at lengths near `sizes` (a value for each of region.sizes), within `budget` B of shared memory."""
     device = device or current()
     ranked = _ranked(region, coarse(sizes), device, _allowed(device, budget))
-    best = ranked[0]
-    known = facts(region)
+    tile, kind = ranked[0].tile, ranked[0].skeleton
+    launch = Launch(region, sizes, device, kind == "decode")
     return TilePlan(
-        skeleton=best.skeleton,
-        block_m=best.tile.block_m,
-        block_n=best.tile.block_n,
-        d_chunks=known.d_chunks,
-        dv_chunks=known.dv_chunks,
-        warps=best.tile.warps,
-        stages=best.tile.stages,
-        pack=best.tile.pack,
-        cost=_cost(quantities(best.tile, best.skeleton == "decode", region, dict(sizes), device)),
-        rejected=tuple(_rejected(row) for row in ranked[1:]),
+        skeleton=kind,
+        block_m=tile.block_m,
+        block_n=tile.block_n,
+        d_chunks=launch.known.d_chunks,
+        dv_chunks=launch.known.dv_chunks,
+        warps=tile.warps,
+        stages=tile.stages,
+        pack=tile.pack,
+        cost=_cost(launch.quantities(tile)),
+        rejected=_rejected(ranked),
         device=device.name,
     )
 
 
-def rows(region: AttentionRegion, sizes: Mapping[str, int], device: Device | None = None, budget: int | None = None) -> tuple[Row, ...]:
-    """Every tile considered at exactly `sizes`, the plan's first, then by time, then those that do not fit."""
+def rows(
+    region: AttentionRegion, sizes: Mapping[str, int], device: Device | None = None, budget: int | None = None
+) -> tuple[Row, ...]:
+    """Every tile considered at exactly `sizes`: the best first, then by time, then those that do not fit."""
     device = device or current()
     return _ranked(region, tuple(sorted(sizes.items())), device, _allowed(device, budget))
 
 
+def tiles(workload: Workload, device: Device | None = None, budget: int | None = None) -> tuple[Row, ...]:
+    """`rows` of attention given by numbers."""
+    return rows(workload.region, workload.sizes, device, budget)
+
+
+def table(ranked: tuple[Row, ...]) -> list[dict[str, Any]]:
+    """Rows as plain numbers and words, for printing and for JSON."""
+    return [{**asdict(row.tile), "skeleton": row.skeleton, **asdict(row.cost), "reason": row.reason} for row in ranked]
+
+
 def coarse(sizes: Mapping[str, int]) -> tuple[tuple[str, int], ...]:
     """Each size rounded up to a power of two: neighbours share a plan."""
-    return tuple((name, power(size)) for name, size in sorted(sizes.items()))
-
-
-def _allowed(device: Device, budget: int | None) -> int:
-    if budget is not None and budget < 1:
-        raise PlanError(f"the shared-memory budget must be positive, not {budget} B")
-    return device.smem_bytes if budget is None else min(budget, device.smem_bytes)
+    return tuple((name, power(size) if size > 0 else size) for name, size in sorted(sizes.items()))
 
 
 def skeleton(region: AttentionRegion, sizes: Mapping[str, int]) -> str:
-    """"decode" where a few queries face many keys, else "prefill"."""
+    """ "decode" where a few queries face many keys, else "prefill"."""
     at = lengths(region, sizes)
     return "decode" if at.m <= DECODE_ROWS and at.n >= DECODE_KEYS else "prefill"
 
 
-def tiles(known: Facts, m: int, decode: bool) -> Iterator[Tile]:
-    """Every tile worth asking about: BLOCK_M no taller than the rows there are, eight warps only where they have work."""
-    pack = known.group if decode and known.packs else 1
-    tallest = max(16, power(m * pack))
+def candidates(launch: Launch) -> Iterator[Tile]:
+    """Every tile worth costing: no taller than the rows there are, eight warps only where they have work."""
+    pack = launch.known.group if launch.decode and launch.known.packs else 1
+    tallest = max(16, power(launch.at.m * pack))
     for block_m, block_n, warps, stages in product(SIDES, SIDES, (4, 8), (1, 2, 3, 4)):
         if block_m <= tallest and (warps == 4 or block_m * block_n >= 64 * 64):
             yield Tile(block_m, block_n, warps, stages, pack)
 
 
 @lru_cache(maxsize=512)
-def _ranked(region: AttentionRegion, sizes: tuple[tuple[str, int], ...], device: Device, budget: int) -> tuple[Row, ...]:
+def _ranked(
+    region: AttentionRegion, sizes: tuple[tuple[str, int], ...], device: Device, budget: int
+) -> tuple[Row, ...]:
     """All candidates, the chosen one first."""
-    at = dict(sizes)
-    kind = skeleton(region, at)
-    costed = [
-        (tile, _cost(quantities(tile, kind == "decode", region, at, device)))
-        for tile in tiles(facts(region), lengths(region, at).m, kind == "decode")
-    ]
-    fits = [(t, c) for t, c in costed if not _too_large(c, budget, device)] or _last_resort(costed, budget)
-    fits.sort(key=lambda tc: (tc[1].seconds, tc[1].smem_bytes, tc[0].warps, tc[0].stages))
+    kind = skeleton(region, dict(sizes))
+    launch = Launch(region, dict(sizes), device, kind == "decode")
+    costed = [(tile, _cost(launch.quantities(tile))) for tile in candidates(launch)]
+    refused = {tile: _too_large(cost, budget, device) for tile, cost in costed}
+    fits = [tc for tc in costed if not refused[tc[0]]] or [_last_resort(costed, budget)]
+    fits = _by_merit(fits)
     best = fits[0][1]
-    taken = {t for t, _ in fits}
-    losers = [Row(t, kind, c, _too_large(c, budget, device)) for t, c in costed if t not in taken]
+    losers = [Row(t, kind, c, refused[t]) for t, c in costed if refused[t] and t != fits[0][0]]
     return (*(Row(t, kind, c, _slower(c, best)) for t, c in fits), *losers)
+
+
+def _by_merit(fits: list[tuple[Tile, Cost]]) -> list[tuple[Tile, Cost]]:
+    """By time, after the most modest of those that tie with the fastest."""
+    fits = sorted(fits, key=lambda tc: tc[1].seconds)
+    near = [tc for tc in fits if tc[1].seconds <= (1 + TIE) * fits[0][1].seconds]
+    best = min(near, key=lambda tc: (tc[1].smem_bytes, tc[1].registers * tc[0].warps, tc[0].stages))
+    return [best, *(tc for tc in fits if tc is not best)]
+
+
+def _allowed(device: Device, budget: int | None) -> int:
+    if budget is not None and budget < 1:
+        raise PlanError(f"the shared-memory budget must be positive, not {budget} B")
+    return device.smem_bytes if budget is None else min(budget, device.smem_bytes)
 
 
 def _too_large(cost: Cost, budget: int, device: Device) -> str:
@@ -119,22 +142,22 @@ def _too_large(cost: Cost, budget: int, device: Device) -> str:
     return ""
 
 
-def _last_resort(costed: list[tuple[Tile, Cost]], budget: int) -> list[tuple[Tile, Cost]]:
+def _last_resort(costed: list[tuple[Tile, Cost]], budget: int) -> tuple[Tile, Cost]:
     """The smallest tile, whatever it spills, provided that its shared memory is there."""
-    smallest = min(costed, key=lambda tc: (tc[1].smem_bytes, tc[1].registers))
-    if smallest[1].smem_bytes <= budget:
-        return [smallest]
-    t, c = smallest
-    raise PlanError(
-        f"nothing fits in {budget} B of shared memory: the smallest tile, {t.block_m}x{t.block_n}, needs {c.smem_bytes} B"
-    )
+    tile, cost = min(costed, key=lambda tc: (tc[1].smem_bytes, tc[1].registers))
+    if cost.smem_bytes > budget:
+        smallest = f"the smallest tile, {tile.block_m}x{tile.block_n} in {tile.stages} stage, needs {cost.smem_bytes} B"
+        raise PlanError(f"nothing fits in {budget} B of shared memory: {smallest}")
+    return tile, cost
 
 
 def _slower(cost: Cost, best: Cost) -> str:
     if cost is best:
         return ""
-    more = cost.seconds / best.seconds - 1
-    return f"predicted {more:.1%} slower ({seconds(cost.seconds)} against {seconds(best.seconds)}), limited by {cost.bound}"
+    if cost.seconds <= (1 + TIE) * best.seconds:
+        return f"as fast within {TIE:.0%} ({seconds(cost.seconds)}), but takes {cost.smem_bytes} B of shared memory"
+    times = f"{seconds(cost.seconds)} against {seconds(best.seconds)}"
+    return f"predicted {cost.seconds / best.seconds - 1:.1%} slower ({times}), limited by {cost.bound}"
 
 
 def seconds(t: float) -> str:
@@ -156,6 +179,6 @@ def _cost(q: Mapping[str, float]) -> Cost:
     )
 
 
-def _rejected(row: Row) -> Rejected:
-    t = row.tile
-    return Rejected(t.block_m, t.block_n, t.warps, t.stages, row.reason)
+def _rejected(ranked: tuple[Row, ...]) -> tuple[Rejected, ...]:
+    tiles_of = ((row.tile, row.reason) for row in ranked[1:])
+    return tuple(Rejected(t.block_m, t.block_n, t.warps, t.stages, reason) for t, reason in tiles_of)
