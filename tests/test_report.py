@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from rich.console import Console
@@ -87,6 +88,13 @@ def test_layers_of_two_kinds_are_two_blocks() -> None:
     text = str(Report(tuple(replace(kinds[i in (2, 5)], index=i) for i in range(7))))
     assert "#0-1, 3-4, 6  fused  model.py:18  (5 alike)" in text
     assert "#2, 5  fused  model.py:30  (2 alike)" in text
+
+
+@pytest.mark.parametrize("folder", ["", f"{Path.cwd()}/", "/usr/lib/python3/site-packages/"])
+def test_paths_are_shown_as_a_person_would_call_them(folder: str) -> None:
+    entry = replace(FUSED, where=f"{folder}models/llama.py:7")
+    assert "fused  models/llama.py:7\n" in str(Report((entry,)))
+    assert entry.to_dict()["where"] == entry.where
 
 
 @pytest.mark.parametrize("width", [40, 80, 200])
