@@ -1,0 +1,94 @@
+"""Region and plan to the text of a kernel: every hole of a skeleton is filled, nothing is decided here."""
+
+from __future__ import annotations
+
+import hashlib
+
+from fusecomp.codegen.base2 import LOG2E
+from fusecomp.codegen.document import document, kernel_name
+from fusecomp.codegen.frame import Frame
+from fusecomp.codegen.launcher import parameters, prefill_launch, unspecialised, wrapped
+from fusecomp.codegen.memory import fixed_loads, query_tiles, tile_pointers
+from fusecomp.codegen.program import batch_axes, columns, edge_loop, full_range, key_range, query_rows, state, store
+from fusecomp.codegen.skeletons import MODULE, PREFILL, fill
+from fusecomp.codegen.source import KernelSource, check, names_read, tidy
+from fusecomp.codegen.tile import edge_tile, full_tile, rescue
+from fusecomp.ir.region import AttentionRegion
+from fusecomp.planning.tile import TilePlan
+
+VERSION = 1
+"""Part of every key: raise it when the same region and plan give another kernel."""
+
+
+def emit(region: AttentionRegion, plan: TilePlan) -> KernelSource:
+    """The kernel of `region` under `plan`, as a file that a person can read, run and check."""
+    frame = Frame(region, plan)
+    key = kernel_key(region, plan)
+    name = kernel_name(frame, key)
+    kernel, params = prefill(frame)
+    text = fill(
+        MODULE,
+        {
+            "document": document(frame, name),
+            "constants": constants(frame, kernel),
+            "kernels": kernel,
+            "out_axes": ", ".join(region.out_axes),
+            "launcher": prefill_launch(frame, "attention", params),
+            "selfcheck": "",
+        },
+    )
+    check(name, text)
+    return KernelSource(name, text, key, plan, str(region))
+
+
+def kernel_key(region: AttentionRegion, plan: TilePlan) -> str:
+    """A hash of what decides the kernel's text: the region's meaning, the tile, the generator."""
+    tile = (plan.skeleton, plan.block_m, plan.block_n, plan.d_chunks, plan.dv_chunks, plan.warps, plan.stages, plan.pack)
+    return hashlib.sha256(repr((VERSION, region.key, tile)).encode()).hexdigest()[:16]
+
+
+def prefill(frame: Frame) -> tuple[str, list[str]]:
+    """(text, parameters) of the kernel in which one program walks the keys of one query tile."""
+    holes = {
+        "program": ["program = tl.program_id(0)", *batch_axes(frame, "program")],
+        "rows": query_rows(frame),
+        "columns": columns(frame),
+        "fixed": fixed_loads(frame),
+        "query": query_tiles(frame),
+        "pointers": tile_pointers(frame),
+        "state": state(frame),
+        "key_range": key_range(frame),
+        "full_range": full_range(frame),
+        "full_begin": "full_begin" if frame.k_begin != "0" else "0",
+        "full_tile": full_tile(frame),
+        "edge_loop": edge_loop(frame),
+        "edge_tile": edge_tile(frame),
+        "rescue": rescue(frame),
+        "store": store(frame),
+    }
+    return finished(frame, PREFILL, "attention", holes)
+
+
+def finished(frame: Frame, skeleton: str, name: str, holes: dict[str, str | list[str]]) -> tuple[str, list[str]]:
+    """The filled skeleton, taking only the parameters that it reads."""
+    head, _, body = skeleton.partition("):\n")
+    body = tidy("def kernel():\n" + fill(body, holes)).removeprefix("def kernel():\n")
+    params = parameters(frame, names_read("def kernel():\n" + body))
+    sizes = "[" + ", ".join(f'"{p}"' for p in unspecialised(frame, params)) + "]"
+    return fill(head, {"sizes": sizes, "name": name, "parameters": wrapped(params, 4)}) + "):\n" + body, params
+
+
+def constants(frame: Frame, kernel: str) -> list[str]:
+    """The tile and the score's factors, as the kernel names them."""
+    plan, read = frame.plan, names_read(kernel)
+    filled = frame.filled.scale if frame.filled else 1.0
+    known = {
+        "BLOCK_M": (plan.block_m, "query rows of a tile"),
+        "BLOCK_N": (plan.block_n, "keys of a tile"),
+        "PACK": (plan.pack, "query heads of one KV head, side by side in the rows of a tile"),
+        "Q_ROWS": (frame.rows_per_tile, "queries of a tile"),
+        "LOG2E": (LOG2E, "log2(e)"),
+        "SCALE": (frame.exponent.scale, f"log2(e) * {frame.exponent.scale / LOG2E:.9g}"),
+        "FILLED_SCALE": (filled, f"log2(e) * {filled / LOG2E:.9g}"),
+    }
+    return [f"{name} = tl.constexpr({value!r})  # {what}" for name, (value, what) in known.items() if name in read]

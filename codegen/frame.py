@@ -1,0 +1,259 @@
+"""Every decision of one kernel, taken before a line of it is written. The fillers of `blocks` only read it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from fusecomp.codegen.base2 import Exponent, exponent
+from fusecomp.codegen.printer import Names
+from fusecomp.codegen.values import Values, address_values, element_values
+from fusecomp.ir.algebra import apply, is_natural, substitute
+from fusecomp.ir.expr import Apply, Cast, Const, Expr, Load, Score, Var, dtype_kind, parts, transform, variables
+from fusecomp.ir.ranges import Bound, Reach, reach
+from fusecomp.ir.region import Access, AttentionRegion, extent
+from fusecomp.planning.tile import TilePlan
+
+NEAR = 104.0
+"""exp(-104) is below the smallest float32: a live score this far above the fill leaves dead keys no weight."""
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """A power of two of the head size: d in [first, first + size), cut off at `limit` where there is one."""
+
+    suffix: str
+    """Of the names of its variables: "" where a product has one chunk, else "_0", "_1"; after the product's number."""
+    d: str
+    first: int
+    size: int
+    limit: int | None
+
+    def name(self, stem: str) -> str:
+        return f"{stem}{self.suffix}"
+
+
+@dataclass(frozen=True)
+class Frame:
+    """A region under a plan. With `plan.pack` > 1 the last batch axis is `group * pack + member`, and the member
+    varies along the rows of a tile."""
+
+    region: AttentionRegion
+    plan: TilePlan
+    every_key: bool = False
+    """Whether this pass visits all keys, whatever the mask says."""
+
+    @property
+    def q_idx(self) -> Var:
+        return self.region.q_idx
+
+    @property
+    def kv_idx(self) -> Var:
+        return self.region.kv_idx
+
+    @property
+    def d_vars(self) -> tuple[Var, ...]:
+        return (*(p.d for p in self.region.products), self.region.dv)
+
+    @cached_property
+    def batch(self) -> tuple[Var, ...]:
+        """The axes that one program has a single value of, outermost first."""
+        if self.plan.pack == 1:
+            return self.region.batch
+        return (*self.region.batch[:-1], self.group)
+
+    @cached_property
+    def group(self) -> Var:
+        last = self.region.batch[-1]
+        return Var(f"{last.name}_group", apply("floordiv", last.size, Const(self.plan.pack)))
+
+    @cached_property
+    def member(self) -> Var | None:
+        """Which of the packed heads a row is; None without packing."""
+        return Var(f"{self.region.batch[-1].name}_member", Const(self.plan.pack)) if self.plan.pack > 1 else None
+
+    @cached_property
+    def row_axes(self) -> tuple[Var, ...]:
+        """The indices that vary along the rows of a tile."""
+        return (self.q_idx, self.member) if self.member else (self.q_idx,)
+
+    @cached_property
+    def moving(self) -> frozenset[str]:
+        """Names of the indices that vary inside a tile."""
+        return frozenset(v.name for v in (*self.row_axes, self.kv_idx, *self.d_vars))
+
+    @cached_property
+    def batch_names(self) -> frozenset[str]:
+        return frozenset(v.name for v in self.batch)
+
+    def packed(self, e: Expr) -> Expr:
+        """`e` in the axes of the frame: h = group * pack + member, h // (c pack) = group // c."""
+        if self.member is None:
+            return e
+        head, pack = self.region.batch[-1], self.plan.pack
+
+        def shared(x: Expr) -> Expr | None:
+            match x:
+                case Apply("floordiv", (Var(name, _), Const(int(c)))) if name == head.name and c % pack == 0:
+                    return apply("floordiv", self.group, Const(c // pack))
+            return None
+
+        together = apply("add", apply("mul", self.group, Const(pack)), self.member)
+        return substitute(transform(e, shared, apply), {head: together})
+
+    def access(self, a: Access) -> tuple[Expr, ...]:
+        return tuple(map(self.packed, a.index))
+
+    @cached_property
+    def score(self) -> Expr:
+        return self.packed(merged(self.region.score))
+
+    @cached_property
+    def summed(self) -> bool:
+        """Whether the second product is accumulated into the first: S uses them only as their sum."""
+        return merged(self.region.score) != self.region.score
+
+    @cached_property
+    def exponent(self) -> Exponent:
+        return exponent(self.score, self.moving)
+
+    @cached_property
+    def filled(self) -> Exponent | None:
+        """The same for the second pass over rows that see no key; None where no row needs it."""
+        e = self.region.filled_score
+        return exponent(self.packed(merged(e, self.summed)), self.moving) if e is not None else None
+
+    @cached_property
+    def weight(self) -> Expr | None:
+        return None if self.region.weight == Const(1.0) else self.packed(self.region.weight)
+
+    @cached_property
+    def sink(self) -> Expr | None:
+        return None if self.region.sink is None else self.packed(self.region.sink)
+
+    @cached_property
+    def reach(self) -> Reach:
+        """Bounds that are one number for a tile; those that vary along its rows otherwise than with q_idx are loose."""
+        packed = tuple(map(self.packed, self.region.keep))
+        found = reach(packed, self.q_idx.name, self.kv_idx.name)
+        varies = {v.name for v in self.row_axes[1:]}
+        lost = [x.term for x in (*found.lower, *found.upper) if variables(x.edge) & varies]
+
+        def kept(bounds: tuple[Bound, ...]) -> tuple[Bound, ...]:
+            return tuple(x for x in bounds if x.term not in lost)
+
+        return replace(found, lower=kept(found.lower), upper=kept(found.upper), loose=(*found.loose, *lost))
+
+    @cached_property
+    def needs_pivot(self) -> bool:
+        """Whether a row's maximum may still be -inf after its first tile: not where key 0 is in every row's first tile,
+        and the score is a number there."""
+        if self.reach.loose or self.reach.lower or self.plan.skeleton == "decode":
+            return True
+        if any(not _reaches_key_0(x) for x in self.reach.upper):
+            return True
+        return any(_may_be_minus_inf(x) for x in parts(self.exponent.score))
+
+    @cached_property
+    def element(self) -> Values:
+        """What the score, the mask, the weight and the sink read."""
+        optional = (self.weight, self.sink, self.filled.score if self.filled else None)
+        bounds = [x.edge for x in (*self.reach.lower, *self.reach.upper)]
+        terms = map(self.packed, self.region.keep)
+        chosen = [self.exponent.score, *bounds, *terms, *(e for e in optional if e is not None)]
+        return element_values(chosen, self.kv_idx.name)
+
+    @cached_property
+    def addressed(self) -> Values:
+        """What the addresses of Q, K and V read."""
+        accesses = [*(a for p in self.region.products for a in (p.q, p.k)), self.region.v]
+        return address_values([e for a in accesses for e in self.access(a)], self.kv_idx.name, self.element)
+
+    @cached_property
+    def names(self) -> Names:
+        """Before the loop over keys; `q_idx` is [BLOCK_M, 1]."""
+        fixed = (*self.element.hoisted, *self.addressed.hoisted)
+        return Names({x: name for name, x in fixed})
+
+    @cached_property
+    def tile_names(self) -> Names:
+        """Inside the loop; `kv_idx` is [1, BLOCK_N], loads are [BLOCK_M, BLOCK_N] or broadcast to it."""
+        floats: dict[Expr, str] = {self.q_idx: "q_pos", self.kv_idx: "kv_pos"}
+        found: dict[Expr, str] = {x: name for name, x in self.element.tiles}
+        scores = {Score(t): score_name(t) for t in range(len(self.region.products))}
+        return Names({**self.names.values, **found, **scores}, floats)
+
+    def d_chunks(self, product: int) -> tuple[Chunk, ...]:
+        size = extent(self.region.products[product].d)
+        return _chunks(self.plan.d_chunks[product], size, "d", str(product or ""))
+
+    @cached_property
+    def dv_chunks(self) -> tuple[Chunk, ...]:
+        return _chunks(self.plan.dv_chunks, extent(self.region.dv), "dv", "")
+
+    @property
+    def k_end(self) -> str:
+        """Name of the end of the keys that a tile visits."""
+        plain = self.every_key or (not self.reach.upper and self.plan.skeleton == "prefill")
+        return str(self.kv_idx.size) if plain else "k_end"
+
+    @property
+    def k_begin(self) -> str:
+        return "k_begin" if self.reach.lower or self.plan.skeleton == "decode" else "0"
+
+    def factor(self, e: Exponent) -> str:
+        """Name of the constant that `e.scale` is printed as."""
+        return "SCALE" if e.scale == self.exponent.scale else "FILLED_SCALE"
+
+    @property
+    def heavy_last(self) -> bool:
+        """Whether later query tiles visit more keys."""
+        return any(x.slope > 0 for x in self.reach.upper)
+
+    @property
+    def rows_per_tile_name(self) -> str:
+        return "BLOCK_M" if self.plan.pack == 1 else "Q_ROWS"
+
+    @property
+    def rows_per_tile(self) -> int:
+        return self.plan.block_m // self.plan.pack
+
+
+def score_name(term: int) -> str:
+    return f"score{term or ''}"
+
+
+def _chunks(sizes: tuple[int, ...], d: int, stem: str, number: str) -> tuple[Chunk, ...]:
+    several = len(sizes) > 1
+    firsts = [sum(sizes[:i]) for i in range(len(sizes))]
+    return tuple(
+        Chunk(f"{number}_{i}" if several else number, f"{stem}{number}" + (f"_{i}" if several else ""), first, size,
+              d if first + size > d else None)
+        for i, (first, size) in enumerate(zip(firsts, sizes, strict=True))
+    )  # fmt: skip
+
+
+def merged(e: Expr, force: bool = True) -> Expr:
+    """score0 + score1 as one score, where `e` uses them in no other way."""
+    both = Apply("add", (Score(0), Score(1)))
+    if not force or both not in set(parts(e)):
+        return e
+    whole = transform(e, lambda x: Var("_both", Const(1)) if x == both else None)
+    alone = any(isinstance(x, Score) for x in parts(whole))
+    return e if alone else transform(e, lambda x: Score(0) if x == both else None)
+
+
+def _reaches_key_0(bound: Bound) -> bool:
+    """edge >= 1 for every row."""
+    return bound.slope >= 0 and is_natural(apply("sub", bound.edge, Const(1)))
+
+
+def _may_be_minus_inf(e: Expr) -> bool:
+    match e:
+        case Load(_, _, dtype) | Cast(_, dtype):
+            return dtype_kind(dtype) == "float" and dtype != "float32" or isinstance(e, Load)
+        case Const(value):
+            return value == float("-inf")
+        case Apply(op, _):
+            return op in ("div", "log", "log2", "exp", "exp2")
+    return False

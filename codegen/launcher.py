@@ -1,0 +1,78 @@
+"""The host side of a generated file: parameters, grid and scratch. (frame, ...) -> lines."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+
+from fusecomp.codegen.frame import Frame
+from fusecomp.codegen.printer import triton_text
+from fusecomp.ir.expr import Expr
+
+Lines = list[str]
+
+
+def parameters(frame: Frame, read: Iterable[str]) -> list[str]:
+    """What a kernel takes, of what it reads: pointers, strides, sizes, in the order of the operands."""
+    names = set(read)
+    tensors = ["out", *(o.name for o in frame.region.operands)]
+    pointers = [f"{t}_ptr" for t in tensors]
+    ranks = [len(frame.region.out_axes), *(len(o.shape) for o in frame.region.operands)]
+    strides = [f"{t}_stride_{i}" for t, rank in zip(tensors, ranks, strict=True) for i in range(rank)]
+    scratch = ["part_acc_ptr", "part_max_ptr", "part_sum_ptr", "splits"]
+    return [p for p in (*pointers, *scratch, *strides, *frame.region.sizes) if p in names]
+
+
+def unspecialised(frame: Frame, params: list[str]) -> list[str]:
+    """Lengths: a new value must not compile a new kernel."""
+    return [p for p in params if p in (*frame.region.sizes, "splits")]
+
+
+def argument(param: str) -> str:
+    """q_ptr -> q, q_stride_2 -> q.stride(2), M -> M."""
+    if match := re.fullmatch(r"(\w+)_stride_(\d+)", param):
+        return f"{match[1]}.stride({match[2]})"
+    return param.removesuffix("_ptr")
+
+
+def wrapped(items: Iterable[str], indent: int = 0, width: int = 100) -> Lines:
+    """Comma-separated items, as many a line as fit."""
+    lines: Lines = []
+    for item in items:
+        if lines and len(lines[-1]) + len(item) + 2 <= width - indent:
+            lines[-1] += f" {item},"
+        else:
+            lines.append(f"{item},")
+    return lines
+
+
+def unpacked(frame: Frame) -> Lines:
+    """The launcher's tensors and lengths by name."""
+    operands = ", ".join(o.name for o in frame.region.operands)
+    lines = [f"{operands}{',' * (len(frame.region.operands) == 1)} = tensors"]
+    sizes = frame.region.sizes
+    return [*lines, *([f"{', '.join(sizes)}{',' * (len(sizes) == 1)} = sizes"] if sizes else [])]
+
+
+def units(frame: Frame) -> str:
+    """Query tiles over the batch axes."""
+    rows = frame.rows_per_tile_name
+    factors = [_factor(v.size, frame) for v in frame.batch]
+    return " * ".join([*factors, f"triton.cdiv({triton_text(frame.q_idx.size, frame.names)}, {rows}.value)"])
+
+
+def _factor(e: Expr, frame: Frame) -> str:
+    body = triton_text(e, frame.names)
+    return body if body.isalnum() else f"({body})"
+
+
+def call(kernel: str, grid: str, params: list[str], frame: Frame) -> Lines:
+    """kernel[grid](...) on the current stream."""
+    schedule = [f"num_warps={frame.plan.warps}", f"num_stages={frame.plan.stages}"]
+    arguments = wrapped([*map(argument, params), *schedule], 8)
+    return [f"{kernel}[({grid},)](", *("    " + line for line in arguments), ")"]
+
+
+def prefill_launch(frame: Frame, kernel: str, params: list[str]) -> Lines:
+    """A program for each query tile of each head."""
+    return [*unpacked(frame), *call(kernel, units(frame), params, frame)]

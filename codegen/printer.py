@@ -1,0 +1,129 @@
+"""Scalar expressions as Triton text, with only the parentheses that Python's precedence asks for."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from fusecomp.errors import KernelError
+from fusecomp.ir.expr import Apply, Cast, Const, Expr, Load, Score, Size, Var, kind, variables
+from fusecomp.ir.primitives import ATOM, COMPARE, PLUS, TIMES, UNARY
+
+BIT_AND, BIT_XOR, BIT_OR, TEST = 5, 6, 7, 8
+"""Where Python puts `&`, `^`, `|` and the comparisons: looser than `+`, and the comparisons loosest."""
+
+LEVEL = {"and": BIT_AND, "xor": BIT_XOR, "or": BIT_OR, "not": UNARY, "where": ATOM, "tanh": PLUS, "isnan": TEST}
+FLOAT_MAX = 3.4028234663852886e38
+
+DTYPES = {
+    "bool": "tl.int1", "float8_e4m3fn": "tl.float8e4nv", "float8_e5m2": "tl.float8e5", "uint8": "tl.uint8",
+    **{name: f"tl.{name}" for name in ("float16", "bfloat16", "float32", "float64", "int8", "int16", "int32", "int64")},
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Names:
+    """What an expression's parts are called in the kernel."""
+
+    values: Mapping[Expr, str] = field(default_factory=dict)
+    floats: Mapping[Expr, str] = field(default_factory=dict)
+    """Indices that the kernel also holds as float32: in float arithmetic they save a conversion per element."""
+
+    def having(self, values: Mapping[Expr, str]) -> Names:
+        return Names({**self.values, **values}, self.floats)
+
+
+def triton_dtype(dtype: str) -> str:
+    """"bfloat16" -> "tl.bfloat16"."""
+    if dtype not in DTYPES:
+        raise KernelError(f"no kernel reads or computes in {dtype}; leave this attention to eager, or cast it")
+    return DTYPES[dtype]
+
+
+def triton_text(e: Expr, names: Names) -> str:
+    """`e` as Triton text."""
+    return show(e, names)[0]
+
+
+def show(e: Expr, names: Names) -> tuple[str, int]:
+    """(text, precedence level) of `e`."""
+    if e in names.values:
+        return names.values[e], _level_of_name(names.values[e])
+    match e:
+        case Const(value):
+            return literal(value), UNARY if str(value).startswith("-") and value != -math.inf else ATOM
+        case Var(name, _) | Size(name):
+            return name, ATOM
+        case Cast(x, dtype):
+            return _cast(x, dtype, names), ATOM
+        case Apply():
+            return _apply(e, names)
+        case Score() | Load():
+            raise KernelError(f"{e} has no value at this place of the kernel")
+    raise KernelError(f"{e} cannot be computed inside a kernel")
+
+
+def _level_of_name(name: str) -> int:
+    return ATOM if name.isidentifier() or name.endswith((")", "]")) else PLUS
+
+
+def literal(value: bool | int | float) -> str:
+    """A constant; finite floats are kept inside float32, since Triton would compute in float64 beyond it."""
+    if isinstance(value, bool | int):
+        return str(value)
+    if math.isinf(value) or math.isnan(value):
+        return f'float("{value}")'
+    return repr(max(-FLOAT_MAX, min(FLOAT_MAX, value)))
+
+
+def _apply(e: Apply, names: Names) -> tuple[str, int]:
+    primitive = e.primitive
+    template = primitive.triton or primitive.text
+    if e.op == "tanh":
+        template = "2.0 * tl.sigmoid(2.0 * {0}) - 1.0"
+    if e.op == "isnan":
+        template = "{0} != {0}"
+    level = TEST if primitive.level == COMPARE else LEVEL.get(e.op, primitive.level)
+    float_wanted = any(kind(x) == "float" for x in e.operands) or (primitive.kind == "float")
+    shown = [_operand(x, place, e, level, names, float_wanted) for place, x in enumerate(e.operands)]
+    return template.format(*shown), level
+
+
+def _operand(x: Expr, place: int, parent: Apply, level: int, names: Names, float_wanted: bool) -> str:
+    body, inner = as_float(x, names) if float_wanted and kind(x) == "int" else show(x, names)
+    if parent.primitive.sfu and parent.op != "div" and kind(x) != "float":
+        body, inner = f"({body}).to(tl.float32)" if inner else f"{body}.to(tl.float32)", ATOM
+    inside = TIMES if parent.op == "tanh" else level
+    loose = inner > inside or (inner == inside and (place > 0 or level == TEST or parent.op == "tanh"))
+    return f"({body})" if loose and inside != ATOM else body
+
+
+def as_float(x: Expr, names: Names) -> tuple[str, int]:
+    """An integer expression inside float arithmetic: sums of indices are taken from their float32 copies."""
+    known = {v.name for v in names.floats if isinstance(v, Var)}
+    if not (variables(x) & known) or x in names.values and x not in names.floats or not _is_sum(x):
+        return show(x, names)
+    return show(x, Names({**names.values, **names.floats}))
+
+
+def _is_sum(x: Expr) -> bool:
+    match x:
+        case Var() | Size() | Const():
+            return True
+        case Apply("add" | "sub" | "mul" | "neg", args):
+            return all(map(_is_sum, args))
+    return False
+
+
+def _cast(x: Expr, dtype: str, names: Names) -> str:
+    """Rounding to `dtype`; what is rounded to half precision is then kept in float32."""
+    exact = kind(x) == "int" and dtype == "float32"
+    body, level = as_float(x, names) if kind(x) == "int" else show(x, names)
+    if dtype == "bool":
+        return f"({body} != 0)"
+    body = body if level == ATOM else f"({body})"
+    if exact and variables(x) & {v.name for v in names.floats if isinstance(v, Var)} and _is_sum(x):
+        return body
+    back = ".to(tl.float32)" if dtype in ("float16", "bfloat16", "float8_e4m3fn", "float8_e5m2") else ""
+    return f"{body}.to({triton_dtype(dtype)}){back}"

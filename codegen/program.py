@@ -1,0 +1,207 @@
+"""Which rows and keys a program has, what it starts from and where its result goes. (frame) -> lines."""
+
+from __future__ import annotations
+
+from fusecomp.codegen.base2 import LOG2E, scaled
+from fusecomp.codegen.frame import Frame
+from fusecomp.codegen.memory import output_address, row_base, row_offsets
+from fusecomp.codegen.printer import triton_dtype, triton_text
+from fusecomp.ir.algebra import is_natural
+from fusecomp.ir.expr import Expr, Load, Var, parts
+from fusecomp.ir.ranges import Bound
+
+Lines = list[str]
+
+
+def batch_axes(frame: Frame, program: str) -> Lines:
+    """program = ((b * H) + h) * q_tiles + tile, query tiles fastest."""
+    size = triton_text(frame.q_idx.size, frame.names)
+    tile = f"{program} % q_tiles"
+    lines = [f"q_tiles = tl.cdiv({size}, {frame.rows_per_tile_name})"]
+    if frame.heavy_last:
+        lines.append("# The tile with most keys first: the grid's tail is short")
+        tile = f"(q_tiles - 1 - {tile})"
+    lines.append(f"q_start = {tile} * {frame.rows_per_tile_name}")
+    left = f"tl.cast({program} // q_tiles, tl.int64)"
+    if len(frame.batch) > 1:
+        lines.append(f"outer = {left}")
+        left = "outer"
+    for place, v in reversed(list(enumerate(frame.batch))):
+        extent = _factor(v.size, frame)
+        lines.append(f"{triton_text(v, frame.names)} = {left} % {extent}" if place else f"{v.name} = {left}")
+        left = f"{left} // {extent}"
+    return lines
+
+
+def _factor(e: Expr, frame: Frame) -> str:
+    body = triton_text(e, frame.names)
+    return body if body.isalnum() else f"({body})"
+
+
+def query_rows(frame: Frame) -> Lines:
+    """q_idx [BLOCK_M, 1] of each row. Rows past the end repeat the last query, and are not stored."""
+    size = triton_text(frame.q_idx.size, frame.names)
+    if frame.member is None:
+        rows = ["row = tl.arange(0, BLOCK_M)[:, None]", f"q_row = tl.minimum(row, {size} - 1 - q_start)"]
+    else:
+        rows = [
+            "row = tl.arange(0, BLOCK_M)[:, None] // PACK",
+            f"q_row = tl.minimum(row, tl.minimum(Q_ROWS, {size} - q_start) - 1)",
+            f"{frame.member.name} = tl.arange(0, BLOCK_M)[:, None] % PACK",
+        ]
+    return [
+        "# Rows past the end repeat the last query, and are not stored",
+        *rows,
+        "q_idx = q_start + q_row",
+        "q_pos = q_idx.to(tl.float32)",
+    ]
+
+
+def columns(frame: Frame) -> Lines:
+    """d, dv and n, the places in a tile of keys."""
+    products = range(len(frame.region.products))
+    chunks = [*(c for t in products for c in frame.d_chunks(t)), *frame.dv_chunks]
+    places = [f"{c.d} = {f'{c.first} + ' * bool(c.first)}tl.arange(0, {c.size})" for c in chunks]
+    return [*places, "n = tl.arange(0, BLOCK_N)", "n_pos = n[None, :].to(tl.float32)"]
+
+
+# ----------------------------------------------------------------------------------------------------------------
+# Keys
+
+
+def key_range(frame: Frame) -> Lines:
+    """[k_begin, k_end) is what the tile reaches; no key of [full_begin, full_end) is hidden by a bound."""
+    found = frame.reach
+    return [
+        *(["q_last = " + _last(frame)] if any(x.slope for x in (*found.lower, *found.upper)) else []),
+        *(_begin(frame) if found.lower else []),
+        *(_end(frame) if found.upper else []),
+    ]
+
+
+def full_range(frame: Frame) -> Lines:
+    """Whole tiles between the greatest lower and the least upper edge over the rows."""
+    found, begin = frame.reach, frame.k_begin
+    lines = []
+    if begin != "0":
+        edges = [_edge(frame, x, greatest=True) for x in found.lower]
+        first = _int32(frame, _chain("maximum", [*edges, begin]), found.lower)
+        lines.append(f"full_begin = tl.cdiv({first}, BLOCK_N) * BLOCK_N")
+    edges = [_edge(frame, x, greatest=False) for x in found.upper if x.slope]
+    last = _int32(frame, _chain("minimum", [*edges, frame.k_end]), found.upper)
+    if begin != "0":
+        last = f"tl.maximum({last}, full_begin)"
+    elif not all(_natural(frame, x, greatest=False) for x in found.upper):
+        last = f"tl.maximum({last}, 0)"
+    return [*lines, f"full_end = {last} // BLOCK_N * BLOCK_N"]
+
+
+def edge_loop(frame: Frame) -> Lines:
+    """The tiles of [k_begin, k_end) outside [full_begin, full_end)."""
+    if frame.k_begin == "0":
+        return [
+            "# The tiles that the mask or the end of the keys cuts",
+            f"for k_start in range(full_end, {frame.k_end}, BLOCK_N):",
+        ]
+    return [
+        "# The tiles that the mask or the end of the keys cuts, before and after the full ones",
+        f"for edge in range(k_begin, {frame.k_end} - (full_end - full_begin), BLOCK_N):",
+        "    k_start = tl.where(edge < full_begin, edge, edge + (full_end - full_begin))",
+    ]
+
+
+def _last(frame: Frame) -> str:
+    return f"tl.minimum(q_start + {frame.rows_per_tile_name}, {triton_text(frame.q_idx.size, frame.names)}) - 1"
+
+
+def _begin(frame: Frame) -> Lines:
+    edges = [_edge(frame, x, greatest=False) for x in frame.reach.lower]
+    least = _int32(frame, _chain("maximum", [*edges, "0"]), frame.reach.lower)
+    return [f"k_begin = {least} // BLOCK_N * BLOCK_N"]
+
+
+def _end(frame: Frame) -> Lines:
+    size = triton_text(frame.kv_idx.size, frame.names)
+    edges = [_edge(frame, x, greatest=True) for x in frame.reach.upper]
+    return [f"k_end = {_int32(frame, _chain('minimum', [*edges, size]), frame.reach.upper)}"]
+
+
+def _ends(frame: Frame) -> tuple[Var, Var]:
+    return Var("q_start", frame.q_idx.size), Var("q_last", frame.q_idx.size)
+
+
+def _edge(frame: Frame, bound: Bound, greatest: bool) -> str:
+    return triton_text(_extreme(frame, bound, greatest), frame.names)
+
+
+def _extreme(frame: Frame, bound: Bound, greatest: bool) -> Expr:
+    first, last = _ends(frame)
+    return (bound.greatest if greatest else bound.least)(first, last, frame.q_idx)
+
+
+def _natural(frame: Frame, bound: Bound, greatest: bool) -> bool:
+    return is_natural(_extreme(frame, bound, greatest))
+
+
+def _chain(op: str, texts: list[str]) -> str:
+    """tl.minimum(tl.minimum(a, b), c)."""
+    total = texts[0]
+    for body in texts[1:]:
+        total = f"tl.{op}({total}, {body})"
+    return total
+
+
+def _int32(frame: Frame, body: str, bounds: tuple[Bound, ...]) -> str:
+    """Key positions are int32; a bound read from an int64 tensor, or computed from a batch index, is not."""
+    wide = any(
+        isinstance(x, Load) and x.dtype == "int64" or isinstance(x, Var) and x.name in frame.batch_names
+        for bound in bounds
+        for x in parts(bound.edge)
+    )
+    return f"tl.cast({body}, tl.int32)" if wide else body
+
+
+# ----------------------------------------------------------------------------------------------------------------
+# Begin and end
+
+
+def state(frame: Frame) -> Lines:
+    """row_max = -inf, row_sum = 0, acc = 0; with a sink row_max = sink, row_sum = exp(sink - row_max) = 1."""
+    accs = [f"{c.name('acc')} = tl.zeros([BLOCK_M, {c.size}], tl.float32)" for c in frame.dv_chunks]
+    if frame.sink is None:
+        return [
+            'row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)',
+            "row_sum = tl.zeros([BLOCK_M], tl.float32)",
+            *accs,
+        ]
+    e = frame.filled if frame.every_key and frame.filled else frame.exponent
+    sink = triton_text(frame.sink if e.natural else scaled(frame.sink, LOG2E, frame.moving), frame.names)
+    return [
+        f"row_max = tl.sum(tl.zeros([BLOCK_M, 1], tl.float32) + {sink}, axis=1)  # the sink, a logit without a value",
+        "row_sum = tl.full([BLOCK_M], 1.0, tl.float32)",
+        *accs,
+    ]
+
+
+def stored_rows(frame: Frame) -> str:
+    """Which rows are queries of this tile."""
+    size = triton_text(frame.q_idx.size, frame.names)
+    return f"row < tl.minimum(Q_ROWS, {size} - q_start)" if frame.member else f"row < {size} - q_start"
+
+
+def store(frame: Frame) -> Lines:
+    """O = acc / row_sum, rounded."""
+    lines: Lines = []
+    if frame.region.empty_row == "zero":
+        lines.append("row_sum = tl.where(row_sum == 0.0, 1.0, row_sum)  # a row that sees no key gives 0")
+    a = output_address(frame)
+    lines.append(f"out_base = {' + '.join(['out_ptr', *row_base(frame, a)])}")
+    for c in frame.dv_chunks:
+        live = stored_rows(frame)
+        live = f"({live}) & ({c.d}[None, :] < {c.limit})" if c.limit else live
+        value = f"({c.name('acc')} / row_sum[:, None]).to({triton_dtype(frame.region.out_dtype)})"
+        pointer = " + ".join(["out_base", *row_offsets(frame, a, {frame.region.dv: f"{c.d}[None, :]"})])
+        lines.append(f"tl.store({pointer}, {value}, mask={live})")
+    return lines
+
+

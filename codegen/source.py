@@ -1,0 +1,90 @@
+"""The text of one generated file, and what must hold of it before it is used."""
+
+from __future__ import annotations
+
+import ast
+import builtins
+import re
+import symtable
+from dataclasses import dataclass
+
+from fusecomp.codegen.wrap import wrapped_lines
+from fusecomp.errors import KernelError
+from fusecomp.planning.tile import TilePlan
+
+WIDTH = 120
+
+
+@dataclass(frozen=True)
+class KernelSource:
+    """A generated module: `launch(out, tensors, sizes)` runs it, `main()` checks it against plain PyTorch."""
+
+    name: str
+    """Of the file and the kernel: attention_causal_gqa3_d64_bfloat16_1a2b3c4d."""
+    text: str
+    key: str
+    """A hash of region, plan and generator."""
+    plan: TilePlan
+    region_text: str
+    """The mathematics: str(region)."""
+
+
+def tidy(kernel: str) -> str:
+    """A kernel without the definitions that nothing reads, and without blank lines that separate nothing."""
+    while (shorter := _without_unused(kernel)) != kernel:
+        kernel = shorter
+    kernel = re.sub(r"\n\n\n+", "\n\n", kernel)
+    return wrapped_lines(re.sub(r":\n\n+(?= )", ":\n", kernel).rstrip() + "\n")
+
+
+def _without_unused(kernel: str) -> str:
+    read = {n.id for n in ast.walk(ast.parse(kernel)) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Load)}
+
+    def needed(line: str) -> bool:
+        match = re.match(r" +(\w+) = ", line)
+        return not match or match[1] in read
+
+    return "".join(line for line in kernel.splitlines(keepends=True) if needed(line))
+
+
+def names_read(kernel: str) -> frozenset[str]:
+    """Every name that the text reads."""
+    tree = ast.parse(kernel)
+    return frozenset(n.id for n in ast.walk(tree) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Load))
+
+
+def check(name: str, text: str) -> None:
+    """Raise KernelError unless the text parses, defines what it reads, uses its kernels' parameters and fits the page."""
+    try:
+        tree = ast.parse(text)
+    except SyntaxError as error:
+        raise KernelError(f"{name} is not Python: {error}; please report this with the region") from error
+    problems = [*_undefined(text), *_unused_parameters(tree), *_long_lines(text)]
+    if problems:
+        raise KernelError(f"{name} is not a sound kernel: {'; '.join(problems)}")
+
+
+def _undefined(text: str) -> list[str]:
+    module = symtable.symtable(text, "kernel", "exec")
+    known = {s.get_name() for s in module.get_symbols() if s.is_assigned() or s.is_imported()} | set(dir(builtins))
+    free = {
+        (table.get_name(), s.get_name())
+        for table in module.get_children()
+        for s in table.get_symbols()
+        if s.is_global() and s.get_name() not in known
+    }
+    return [f"{function} reads {name}, which nothing defines" for function, name in sorted(free)]
+
+
+def _unused_parameters(tree: ast.Module) -> list[str]:
+    return [
+        f"{function.name} does not use its parameter {a.arg}"
+        for function in tree.body
+        if isinstance(function, ast.FunctionDef) and function.decorator_list
+        for a in function.args.args
+        if not any(isinstance(n, ast.Name) and n.id == a.arg for n in ast.walk(function))
+    ]
+
+
+def _long_lines(text: str) -> list[str]:
+    return [f"line {i} has {len(line)} columns" for i, line in enumerate(text.splitlines(), 1) if len(line) > WIDTH]

@@ -1,0 +1,143 @@
+"""One tile of keys: scores, online softmax, accumulation. (frame, ...) -> lines; the docstring is the equation."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from fusecomp.codegen.base2 import LOG2E, Exponent
+from fusecomp.codegen.frame import NEAR, Frame, score_name
+from fusecomp.codegen.memory import element_loads, key_loads, row_loads, value_loads
+from fusecomp.codegen.printer import FLOAT_MAX, literal, show, triton_dtype, triton_text
+from fusecomp.codegen.program import state
+from fusecomp.ir.algebra import apply
+from fusecomp.ir.expr import Expr, Score, Var
+from fusecomp.ir.primitives import TIMES
+
+Lines = list[str]
+
+
+def indented(lines: Sequence[str], by: int = 4) -> Lines:
+    return [" " * by + line if line else "" for line in lines]
+
+
+def full_tile(frame: Frame) -> Lines:
+    """A tile whose every key is inside the bounds: only the loose terms of the mask are tested."""
+    return visit(frame, frame.exponent, frame.reach.loose, edge=False, pivot=frame.needs_pivot)
+
+
+def edge_tile(frame: Frame) -> Lines:
+    """A tile that a bound, or the end of the keys, cuts."""
+    level = [x.term for x in frame.reach.upper if x.slope]  # the others are what k_end says
+    tests = [x.term for x in frame.reach.lower] + level + list(frame.reach.loose)
+    return visit(frame, frame.exponent, tests, edge=True, pivot=frame.needs_pivot)
+
+
+def visit(frame: Frame, e: Exponent, tests: Sequence[Expr], edge: bool, pivot: bool) -> Lines:
+    """S of a tile, its softmax under the running maximum, its part of P V. `edge`: the tile may reach past k_end."""
+    weight = [frame.weight] if frame.weight else []
+    return [
+        "key = tl.cast(k_start, tl.int64)",
+        "kv = k_start + n",
+        "kv_idx = kv[None, :]",
+        "kv_pos = tl.cast(k_start, tl.float32) + n_pos",
+        *([f"live = kv < {frame.k_end}"] if edge else []),
+        *row_loads(frame, edge),
+        *key_loads(frame, edge),
+        *products(frame),
+        "",
+        *element_loads(frame, edge, [e.score, *tests, *weight]),
+        *([] if e.score == Score(0) else [f"score = {triton_text(e.score, frame.tile_names)}"]),
+        *mask(frame, tests, edge),
+        "",
+        *softmax(frame, e, pivot),
+        "",
+        *value_loads(frame, edge),
+        *accumulate(frame),
+    ]
+
+
+def products(frame: Frame) -> Lines:
+    """score_t = Q_t K_t^T, chunk by chunk."""
+    lines: Lines = []
+    for t, product in enumerate(frame.region.products):
+        into = score_name(0 if frame.summed else t)
+        how = precision(frame, product.dtype)
+        for i, c in enumerate(frame.d_chunks(t)):
+            first = i == 0 and not (frame.summed and t)
+            onto = "" if first else f", {into}"
+            shape = "  # [BLOCK_M, BLOCK_N]" if first else ""
+            lines.append(f"{into} = tl.dot({c.name('q_tile')}, {c.name('k_tile')}{onto}{how}){shape}")
+    return lines
+
+
+def precision(frame: Frame, dtype: str) -> str:
+    """float32 products say how exact they are; narrower ones have no choice."""
+    return f', input_precision="{frame.region.precision}"' if dtype == "float32" else ""
+
+
+def mask(frame: Frame, tests: Sequence[Expr], edge: bool) -> Lines:
+    """S = -inf where the query does not see the key."""
+    live = Var("live", frame.kv_idx.size)
+    terms: list[Expr] = [*([live] if edge else []), *tests]
+    if not terms:
+        return []
+    keep = terms[0]
+    for term in terms[1:]:
+        keep = apply("and", keep, term)
+    names = frame.tile_names.having({live: "live[None, :]"})
+    return [f'score = tl.where({triton_text(keep, names)}, score, float("-inf"))']
+
+
+def softmax(frame: Frame, e: Exponent, pivot: bool) -> Lines:
+    """m' = max(m, max S);  P = exp(S - m');  l' = l exp(m - m') + sum P."""
+    factor = f" * {frame.factor(e)}" if e.scale != 1.0 else ""
+    under = "pivot" if pivot else "new_max"
+    p, rescale = f"score{factor} - {under}[:, None]", f"row_max - {under}"
+    if e.natural:
+        p, rescale = f"({p}) * LOG2E", f"({rescale}) * LOG2E"
+    finite = 'pivot = tl.where(new_max == float("-inf"), 0.0, new_max)  # finite in a row that has seen no key yet'
+    return [
+        f"new_max = tl.maximum(row_max, tl.max(score, axis=1){factor})",
+        *([finite] if pivot else []),
+        f"p = tl.exp2({p})",
+        f"rescale = tl.exp2({rescale})",
+        "row_sum = row_sum * rescale + tl.sum(p, axis=1)",
+        "row_max = new_max",
+    ]
+
+
+def accumulate(frame: Frame) -> Lines:
+    """acc = acc exp(m - m') + (weight P) V."""
+    dtype = frame.region.pv_dtype
+    lines: Lines = []
+    if frame.weight:
+        body, level = show(frame.weight, frame.tile_names)
+        lines.append(f"p = p * {f'({body})' if level >= TIMES else body}")
+    rounded = f"p.to({triton_dtype(dtype)})" if dtype != "float32" else "p"
+    how = precision(frame, dtype)
+    for c in frame.dv_chunks:
+        acc = c.name("acc")
+        lines.append(f"{acc} = tl.dot({rounded}, {c.name('v_tile')}, {acc} * rescale[:, None]{how})")
+    return lines
+
+
+def rescue(frame: Frame) -> Lines:
+    """Rows whose largest live score is within 104 of the fill: softmax of the filled scores, over every key."""
+    if frame.filled is None:
+        return []
+    level = frame.region.fill + NEAR
+    level = level if frame.exponent.natural else max(-FLOAT_MAX, level * LOG2E)
+    size = triton_text(frame.kv_idx.size, frame.names)
+    accs = [c.name("acc") for c in frame.dv_chunks]
+    every = Frame(frame.region, frame.plan, every_key=True)
+    return [
+        "# Rows that see no key, or none above the fill, take part in every key",
+        f"unseen = row_max <= {literal(level)}",
+        "if tl.max(unseen.to(tl.int32), axis=0) > 0:",
+        f"    seen_sum, {', '.join(f'seen_{a}' for a in accs)} = row_sum, {', '.join(accs)}",
+        *indented(state(every)),
+        f"    for k_start in range(0, {size}, BLOCK_N):",
+        *indented(visit(every, frame.filled, [], edge=True, pivot=True), 8),
+        "    row_sum = tl.where(unseen, row_sum, seen_sum)",
+        *(f"    {a} = tl.where(unseen[:, None], {a}, seen_{a})" for a in accs),
+    ]

@@ -1,0 +1,94 @@
+"""Long lines, broken as a formatter breaks them: at the commas of the last bracket, else before the loosest operator."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+WIDTH = 110
+OPERATORS = (" + ", " - ", " | ", " & ", " * ", " / ")
+
+
+def wrapped_lines(text: str) -> str:
+    """`text` with its long code lines broken."""
+    return "\n".join(part for line in text.split("\n") for part in _wrap(line))
+
+
+def _wrap(line: str) -> list[str]:
+    code, comment = (line.split("  # ", 1) + [""])[:2] if "  # " in line else (line, "")
+    if len(line) <= WIDTH or line.lstrip().startswith("#"):
+        return [line]
+    indent = line[: len(line) - len(line.lstrip())]
+    above = [f"{indent}# {comment}"] if comment else []
+    return [*above, *(_broken(code) or [code])] if len(code) > WIDTH else [*above, code]
+
+
+def _broken(line: str) -> list[str] | None:
+    """The line in several, or None where it has no place to break."""
+    indent = line[: len(line) - len(line.lstrip())]
+    inner = indent + "    "
+    found = _last_bracket(line)
+    if found:
+        opened, closed = found
+        items = list(_split(line[opened + 1 : closed], ", "))
+        if len(items) > 1:
+            body = [part for item in items for part in _wrap_item(f"{inner}{item},")]
+            return [line[: opened + 1], *body, indent + line[closed:]]
+        if terms := _terms(items[0]):
+            return [line[: opened + 1], *(inner + term for term in terms), indent + line[closed:]]
+    head, equals, value = line.partition(" = ")
+    terms = _terms(value) if equals else None
+    return [f"{head} = (", *(inner + term for term in terms), f"{indent})"] if terms else None
+
+
+def _wrap_item(item: str) -> list[str]:
+    """An argument; where it is too long, its terms, a line each."""
+    if len(item) <= WIDTH:
+        return [item]
+    indent = item[: len(item) - len(item.lstrip())]
+    if broken := _broken(item):
+        return broken
+    terms = _terms(item.strip().removesuffix(",")) or [item.strip()]
+    return [*(indent + term for term in terms[:-1]), f"{indent}{terms[-1]},"]
+
+
+def _last_bracket(line: str) -> tuple[int, int] | None:
+    """(open, close) of the outermost bracket that ends the line."""
+    end = len(line.rstrip(",")) - 1
+    if end < 0 or line[end] not in ")":
+        return None
+    depth = 0
+    for i in range(end, -1, -1):
+        depth += (line[i] in ")]}") - (line[i] in "([{")
+        if depth == 0:
+            return i, end
+    return None
+
+
+def _terms(text: str) -> list[str] | None:
+    """The text before each of its loosest operators."""
+    for operator in OPERATORS[:2], OPERATORS[2:3], OPERATORS[3:4], OPERATORS[4:]:
+        pieces = [text]
+        for sign in operator:
+            pieces = [part for piece in pieces for part in _kept(piece, sign)]
+        if len(pieces) > 1:
+            return pieces
+    return None
+
+
+def _kept(text: str, sign: str) -> list[str]:
+    first, *rest = _split(text, sign)
+    return [first, *(f"{sign.strip()} {part}" for part in rest)]
+
+
+def _split(text: str, separator: str) -> Iterator[str]:
+    """The pieces between separators outside brackets and strings."""
+    depth, begin, i = 0, 0, 0
+    while i < len(text):
+        depth += (text[i] in "([{") - (text[i] in ")]}")
+        if depth == 0 and text.startswith(separator, i):
+            yield text[begin:i]
+            i += len(separator)
+            begin = i
+        else:
+            i += 1
+    yield text[begin:].removesuffix(",") if separator == ", " else text[begin:]
