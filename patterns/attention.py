@@ -40,7 +40,7 @@ class Declined:
 
 @dataclass
 class Recogniser:
-    """Finds the attentions of one captured graph."""
+    """Reads candidates of one captured graph, as it is now."""
 
     module: GraphModule
     facts: Facts = field(init=False)
@@ -51,15 +51,12 @@ class Recogniser:
         nodes = self.module.graph.nodes
         self.constants = {n.name: _attribute(self.module, n.target) for n in nodes if n.op == "get_attr"}
 
-    def run(self) -> list[Match | Declined]:
-        """One entry per softmax, and per exponential that weights a product, in graph order."""
-        found: list[Match | Declined] = []
-        for anchor in candidates(self.module):
-            try:
-                found.append(self.match(anchor))
-            except Decline as d:
-                found.append(declined(d, anchor))
-        return [x for x in found if not idle(x)]
+    def one(self, anchor: Node) -> Match | Declined:
+        """What became of one candidate."""
+        try:
+            return self.match(anchor)
+        except Decline as d:
+            return declined(d, anchor)
 
     def match(self, anchor: Node) -> Match:
         """The attention around one softmax. Raises Decline."""
@@ -176,3 +173,11 @@ def declined(d: Decline, anchor: Node) -> Declined:
 def idle(x: Match | Declined) -> bool:
     """An exponential that weights no product is no candidate: it is just an exponential."""
     return isinstance(x, Declined) and op_name(x.anchor) in EXPONENTIAL and "reach no product" in x.reason
+
+
+def recognise(module: GraphModule) -> Iterator[Match | Declined]:
+    """Each attention of a captured graph, in order. The graph may be rewritten between two answers."""
+    for anchor in list(candidates(module)):
+        recogniser = Recogniser(module)
+        if anchor in recogniser.facts.position and not idle(found := recogniser.one(anchor)):
+            yield found

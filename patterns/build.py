@@ -40,6 +40,11 @@ class Found:
         return next(v for v in self.axes.values() if v.name == name)
 
     @property
+    def out_axes(self) -> str:
+        """The letters of O's axes; a query axis of length 1 is appended where the product has none."""
+        return self.spec.out_axes + "".join(a for a, v in self.axes.items() if v.name == "q_idx" and a not in self.spec.out_axes)
+
+    @property
     def batch(self) -> tuple[Var, ...]:
         return tuple(v for v in self.axes.values() if v.name not in ("q_idx", "kv_idx", "dv"))
 
@@ -56,8 +61,11 @@ class Match:
     sizes: dict[str, SizeSource]
     """The value of each of region.sizes."""
     out_shape: tuple[SizeSource, ...]
+    """Lengths of region.out_axes: O's shape, with an axis of length 1 at the end where O has no query axis."""
     interior: tuple[Node, ...]
     """Nodes on the way from the products to the output, in graph order: only they read each other."""
+    path: frozenset[Node]
+    """Every node whose value the region was read from, without inputs: what to run to get O from the inputs."""
     anchor: Node
     """The softmax or exponential that the candidate was found by."""
 
@@ -289,16 +297,17 @@ def bind(
         empty_row=found.weights.empty_row,
         pv_dtype=dtype(found.product),
         out_dtype=dtype(found.output),
-        out_axes=tuple(found.axes[a].name if a in found.axes else "1" for a in found.spec.out_axes),
-        out_order=memory_order(found.output),
+        out_axes=tuple(found.axes[a].name for a in found.out_axes),
+        out_order=(*memory_order(found.output), *range(len(found.spec.out_axes), len(found.out_axes))),
         precision="ieee" if torch.get_float32_matmul_precision() == "highest" else "tf32",
         origin=at.where,
         source=at.source,
     )  # fmt: skip
     known = {name: sizes.source(name) for name in region.sizes}
-    out_shape = tuple(sizes.axis(found, a) for a in found.spec.out_axes)
+    out_shape = tuple(sizes.axis(found, a) for a in found.out_axes)
     nodes = tuple(lift.reads[name].node for name in names)
-    return Match(region, found.output, nodes, known, out_shape, interior, anchor)
+    path = frozenset({*lift.visited, *interior, found.output} - set(nodes))
+    return Match(region, found.output, nodes, known, out_shape, interior, path, anchor)
 
 
 def found_dv(v: Load) -> int:

@@ -135,6 +135,7 @@ class Lift:
     def product(self, node: Node, spec: Contraction, index: Index) -> Expr:
         """A contraction stands as a pseudo-load of its own result: the recogniser decides what it is."""
         self.products[node.name] = spec
+        self.visited.add(node)
         self.reads.setdefault(node.name, Read(node, self.at))
         at_index = Load(node.name, index, dtype(node))
         if spec.scale != Const(1.0):

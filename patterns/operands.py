@@ -38,6 +38,7 @@ class Moves(Lift):
         place = self.facts.position[node]
         exact = op_name(node) in ("to", "_to_copy", "type_as", "float") and dtype(node) in WIDER.get(dtype(node.args[0]), ())
         if exact and not self.facts.written_between(node, place, self.at):
+            self.visited.add(node)
             return self.lift_at(node.args[0], node, index)
         self.rules = {**MOVES}
         if op_name(node) not in MOVES:
@@ -59,6 +60,7 @@ def operand(lift: Lift, node: Node, index: Index, row: Var, column: Var, at: int
         for name, read in moves.reads.items():
             seen = lift.reads.setdefault(name, read)
             seen.at = min(seen.at, read.at)
+        lift.visited |= moves.visited
         return found
     return lift.leaf(node, index)  # type: ignore[return-value]
 

@@ -35,7 +35,7 @@ def unravel(index: Index, outer: Sequence[Expr], inner: Sequence[Expr]) -> Index
     """The index into a tensor of lengths `inner` whose flat position is that of `index` in lengths `outer`."""
     flat: Expr = ZERO
     for i, size in zip(index, outer, strict=True):
-        flat = apply("add", apply("mul", flat, size), i)
+        flat = flat if size == const(1) else apply("add", apply("mul", flat, size), i)
     found: list[Expr] = []
     for place, size in reversed(list(enumerate(inner))):
         found.append(ZERO if size == const(1) else flat if place == 0 else apply("mod", flat, size))
@@ -47,11 +47,16 @@ def unravel(index: Index, outer: Sequence[Expr], inner: Sequence[Expr]) -> Index
 def permuted(lift: Lift, node: Node, index: Index) -> Expr:
     """y[i] = x[i permuted]: the permutation is read off a toy tensor whose axes have different lengths."""
     rank = len(index)
-    toy = node.target(torch.empty(PRIMES[:rank], device="meta"), *node.args[1:], **node.kwargs)  # type: ignore[operator]
+    toy = node.target(torch.empty(PRIMES[:rank], device="meta"), *node.args[1:], **others(node))  # type: ignore[operator]
     source: list[Expr] = [ZERO] * rank
     for i, length in zip(index, toy.shape, strict=True):
         source[PRIMES.index(length)] = i
     return lift.lift(node.args[0], tuple(source))
+
+
+def others(node: Node) -> dict[str, Any]:
+    """Keyword arguments that are not tensors."""
+    return {k: v for k, v in node.kwargs.items() if not is_tensor(v)}
 
 
 @rule("expand", "expand_as", "broadcast_to", moves=True)

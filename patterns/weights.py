@@ -122,6 +122,8 @@ def outside(size: Expr, start: Expr, keys: Expr) -> list[Expr] | None:
 def unshifted(a: Expr, key: Var) -> tuple[Expr, Expr | None]:
     """(x, m) of a = x - m, m the same for every key and made by a reduction; softmax does not see m."""
     match a:
+        case Apply("mul", (Apply("sub", (x, m)), c)) if key.name not in variables(m) and reduces(m) and not reduces(c):
+            return apply("mul", x, c), apply("mul", m, c)
         case Apply("sub", (x, m)) if key.name not in variables(m) and reduces(m):
             return x, m
     return a, None

@@ -37,7 +37,7 @@ def may_hold_attention(gm: GraphModule) -> bool:
 
 def uses_functorch(gm: GraphModule) -> bool:
     """Whether `torch.vmap` and its kin are in the graph: re-tracing would bake their levels in as constants."""
-    return any("functorch" in str(getattr(n.target, "__module__", "")) or "_batch_dim" in word(n) for n in gm.graph.nodes)
+    return any("functorch" in str(getattr(n.target, "__module__", "")) or "batch_dim" in word(n) for n in gm.graph.nodes)
 
 
 def higher_order_nodes(gm: GraphModule) -> list[Node]:
@@ -55,6 +55,27 @@ def fake_mode(values: Sequence[Any]) -> FakeTensorMode | None:
     return next((v.fake_mode for v in values if isinstance(v, FakeTensor)), None)
 
 
+class Retrace(Interpreter):
+    """Runs Dynamo's graph while make_fx records it.
+
+    Under a pre-dispatch trace `torch.autocast` is only recorded, not entered, so products of mixed dtypes would fail:
+    here it is entered as well.
+    """
+
+    def __init__(self, gm: GraphModule) -> None:
+        super().__init__(gm)
+        self.entered: dict[Any, Any] = {}
+
+    def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        result = super().call_function(target, args, kwargs)
+        if target is torch.amp.autocast_mode._enter_autocast:
+            self.entered[id(result)] = scope = torch.amp.autocast_mode.autocast(*args)
+            scope.__enter__()
+        elif target is torch.amp.autocast_mode._exit_autocast:
+            self.entered.pop(id(args[0])).__exit__(None, None, None)
+        return result
+
+
 def capture(gm: GraphModule, values: Sequence[Any]) -> GraphModule:
     """Re-trace `gm` on fake inputs into pre-dispatch ATen, dead code removed.
 
@@ -62,10 +83,8 @@ def capture(gm: GraphModule, values: Sequence[Any]) -> GraphModule:
     """
     mode = fake_mode(values)
     context = mode if mode is not None else contextlib.nullcontext()
-    tracing = "real" if mode is None else "fake"
-    del tracing
     with context, fx_traceback.preserve_node_meta():
-        traced = make_fx(Interpreter(gm).run, pre_dispatch=True)(*values)
+        traced = make_fx(Retrace(gm).run, pre_dispatch=True)(*values)
     traced.graph.eliminate_dead_code()
     traced.recompile()
     return traced

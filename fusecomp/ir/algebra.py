@@ -255,8 +255,8 @@ def _identity(op: str, args: tuple[Expr, ...]) -> Expr | None:
 NEGATED = {"lt": "ge", "ge": "lt", "gt": "le", "le": "gt", "eq": "ne", "ne": "eq"}
 
 
-def _divide_poly(e: Expr, c: Expr) -> tuple[Poly, Poly] | None:
-    """(quotient, rest) with e = c * quotient + rest and 0 <= rest < c, or None where that is not provable."""
+def _split(e: Expr, c: Expr) -> tuple[Poly, Poly, bool] | None:
+    """(quotient, rest, small) with e = c * quotient + rest and rest >= 0; `small` says that rest < c too."""
     divisor = poly(c)
     if len(divisor) != 1:
         return None
@@ -271,17 +271,19 @@ def _divide_poly(e: Expr, c: Expr) -> tuple[Poly, Poly] | None:
             quotient[()], rest[()] = quotient.get((), 0) + k // size, k % size
         else:
             rest[monomial] = k
-    fits = always_natural(rest) and always_natural(_plus(_plus(divisor, rest, -1), {(): 1}, -1))
-    return (quotient, rest) if fits else None
+    if not always_natural(rest):
+        return None
+    small = always_natural(_plus(_plus(divisor, rest, -1), {(): 1}, -1))
+    return _plus(quotient, {}, 1), rest, small
 
 
 def _floordiv(a: Expr, b: Expr) -> Expr:
     """a // b for a >= 0 < b; elsewhere spelled through the naturals, since Triton divides towards zero."""
     if b == ONE:
         return a
-    split = _divide_poly(a, b)
-    if split:
-        return from_poly(split[0])
+    if (split := _split(a, b)) and (split[2] or split[0]):  # (c q + r) // c = q + r // c
+        quotient, rest, small = split
+        return from_poly(quotient if small else _plus(quotient, poly(_floordiv(from_poly(rest), b)), 1))
     match a:
         case Apply("floordiv", (x, c)):  # (x // c) // b = x // (c b)
             return apply("floordiv", x, apply("mul", c, b))
@@ -295,9 +297,8 @@ def _mod(a: Expr, b: Expr) -> Expr:
     """a mod b in [0, b)."""
     if b == ONE:
         return ZERO
-    split = _divide_poly(a, b)
-    if split:
-        return from_poly(split[1])
+    if (split := _split(a, b)) and (split[2] or split[0]):  # (c q + r) mod c = r mod c
+        return from_poly(split[1]) if split[2] else _mod(from_poly(split[1]), b)
     inner = Apply("mod", (a, b))
     return inner if is_natural(a) else Apply("mod", (from_poly(_plus(poly(inner), poly(b), 1)), b))
 

@@ -141,7 +141,7 @@ def read(tensor: Tensor, index: Sequence[Expr], env: Env, walk: Callable[[Expr],
     single = {place: _line(e, env, walk) for place, e in enumerate(index) if place not in joint}
     for place, (_, span) in single.items():
         tensor = _along(tensor, place, span)
-    tensor = tensor.permute(*joint, *single)
+    tensor = tensor.permute([*joint, *single])
     tensor = tensor[_together([walk(index[j]) for j in joint], tensor.shape, n) if joint else (None,) * n]
     owner = {name: n + i for i, (name, _) in enumerate(single.values()) if name}
     order = [owner.get(name, i) for i, name in enumerate(env.axes)]

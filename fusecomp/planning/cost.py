@@ -34,8 +34,8 @@ FITTED = {
     "SMEM_RESERVED": 1024,  # B: what the driver takes of each program
 }
 """The only numbers that no data sheet gives. Registers and shared memory are fitted on compiled kernels; the rest on an
-H200, bfloat16, no mask: D 64 429 TFLOP/s; D 128 531 (64x64, 4 warps, 3 stages), 466 (128x64, 8, 3), 444 (128x128, 8, 2);
-D 256 513."""
+H200, bfloat16, no mask, TFLOP/s: D 64 429; D 128 531 (64x64, 4 warps, 3 stages), 466 (128x64, 8, 3) and 444
+(128x128, 8, 2); D 256 513."""
 
 
 def _symbols(names: str) -> list[Any]:
@@ -62,8 +62,9 @@ REG_BASE, REG_PAIR, REG_DOT, REG_VECTOR, SMEM_RESERVED = _symbols("REG_BASE REG_
 
 threads = WARPS * WARP
 
-# Shared memory of one program, B, as Triton allocates it: loads that feed wgmma or tcgen05 keep one buffer a stage, loads
-# that go through registers (mma.sync, biases) one less; Q lies there for wgmma and passes through for mma.sync, as P may.
+# Shared memory of one program, B, as Triton allocates it: loads that feed wgmma or tcgen05 keep one buffer a stage,
+# loads that go through registers (mma.sync, biases) one less; Q lies there for wgmma and passes through for mma.sync,
+# as P may.
 q_tile = WIDTH * BLOCK_M * D
 kv_tile = WIDTH * BLOCK_N * (D + DV)
 p_tile = WIDTH * BLOCK_M * BLOCK_N

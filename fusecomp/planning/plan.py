@@ -27,7 +27,7 @@ DECODE_ROWS, DECODE_KEYS = 16, 256
 SPILL_LIMIT = 64
 """Registers over the limit that a tile may need and still be tried; each costs time (`cost.spill_s`)."""
 TIE = 0.01
-"""Times so near each other are one; the tile that takes less of the multiprocessor wins."""
+"""Times so near each other are one."""
 SIDES = (16, 32, 64, 128)
 
 
@@ -120,11 +120,16 @@ def _ranked(
 
 
 def _by_merit(fits: list[tuple[Tile, Cost]]) -> list[tuple[Tile, Cost]]:
-    """By time, after the most modest of those that tie with the fastest."""
+    """By time, after the largest tile (the squarest, with the least memory) of those that tie with the fastest."""
     fits = sorted(fits, key=lambda tc: tc[1].seconds)
     near = [tc for tc in fits if tc[1].seconds <= (1 + TIE) * fits[0][1].seconds]
-    best = min(near, key=lambda tc: (tc[1].smem_bytes, tc[1].registers * tc[0].warps, tc[0].stages))
+    best = min(near, key=_preference)
     return [best, *(tc for tc in fits if tc is not best)]
+
+
+def _preference(costed: tuple[Tile, Cost]) -> tuple[int, ...]:
+    tile, cost = costed
+    return -tile.block_m * tile.block_n, -min(tile.block_m, tile.block_n), cost.smem_bytes, tile.warps
 
 
 def _allowed(device: Device, budget: int | None) -> int:
@@ -155,7 +160,7 @@ def _slower(cost: Cost, best: Cost) -> str:
     if cost is best:
         return ""
     if cost.seconds <= (1 + TIE) * best.seconds:
-        return f"as fast within {TIE:.0%} ({seconds(cost.seconds)}), but takes {cost.smem_bytes} B of shared memory"
+        return f"as fast within {TIE:.0%} ({seconds(cost.seconds)}), with {cost.smem_bytes} B of shared memory"
     times = f"{seconds(cost.seconds)} against {seconds(best.seconds)}"
     return f"predicted {cost.seconds / best.seconds - 1:.1%} slower ({times}), limited by {cost.bound}"
 

@@ -1,0 +1,37 @@
+"""Triton's interpreter, which runs a kernel on the CPU (TRITON_INTERPRET=1), with what it lacks for attention."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+
+def interpreting() -> bool:
+    """Whether kernels run in the interpreter rather than on a GPU."""
+    return os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "yes", "on", "y")
+
+
+def teach_bfloat16() -> None:
+    """Let `tl.dot` multiply bfloat16 numbers: the interpreter holds them as uint16 and would multiply those."""
+    from triton.runtime import interpreter
+
+    builder: Any = interpreter.InterpreterBuilder
+    original = builder.create_dot
+    if getattr(original, "knows_bfloat16", False):
+        return
+
+    def create_dot(self: Any, a: Any, b: Any, *rest: Any) -> Any:
+        return original(self, _in_float32(interpreter, a), _in_float32(interpreter, b), *rest)
+
+    create_dot.knows_bfloat16 = True  # type: ignore[attr-defined]
+    builder.create_dot = create_dot
+
+
+def _in_float32(interpreter: Any, x: Any) -> Any:
+    import numpy as np
+    import triton.language as tl
+
+    if x.dtype.scalar != tl.bfloat16:
+        return x
+    bits = x.data.astype(np.uint32) << 16
+    return interpreter.TensorHandle(bits.view(np.float32), tl.float32)

@@ -1,0 +1,132 @@
+"""The torch.compile backend, `fuse` for people who hold a graph, and `explain`.
+
+    torch.compile(model, backend="fusecomp")                        the rest of the graph goes to Inductor
+    torch.compile(model, backend="fusecomp", options={"inner": "aot_eager", "strict": True})
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.fx import GraphModule
+
+from fusecomp.graph.capture import higher_order_nodes, placeholder_values
+from fusecomp.pipeline import Compilation, compile_graph
+from fusecomp.report import Entry, Report
+from fusecomp.settings import Options
+
+log = logging.getLogger(__name__)
+
+_counts: Counter[str] = Counter()
+_listeners: list[list[Entry]] = []
+
+
+def fusecomp(
+    gm: GraphModule, example_inputs: Sequence[Any], *, options: Mapping[str, Any] | None = None, mode: str | None = None
+) -> Callable[..., Any]:
+    """Compile one Dynamo graph: attention to fused kernels, the rest to the inner backend.
+
+    Raises OptionError for an option that does not exist; anything else only under `strict`.
+    """
+    chosen = Options.parse(options, mode)
+    return inner_backend(chosen)(rewritten(gm, placeholder_values(gm), chosen), example_inputs)
+
+
+def inner_backend(options: Options) -> Callable[[GraphModule, Sequence[Any]], Callable[..., Any]]:
+    """The backend for the rest of the graph; Inductor gets the mode."""
+    if options.inner == "inductor":
+        return _inductor(options.mode)
+    return torch._dynamo.lookup_backend(options.inner)  # type: ignore[no-any-return]
+
+
+def _inductor(mode: str | None) -> Callable[[GraphModule, Sequence[Any]], Callable[..., Any]]:
+    from torch._inductor import list_mode_options
+    from torch._inductor.compile_fx import compile_fx
+
+    patches = dict(list_mode_options(mode)) if mode else {}
+    return lambda gm, inputs: compile_fx(gm, list(inputs), config_patches=patches or None)
+
+
+def rewritten(gm: GraphModule, values: Sequence[Any], options: Options) -> GraphModule:
+    """`gm` with its attentions fused, those in the bodies of higher-order operators too."""
+    rewrite_bodies(gm, options)
+    try:
+        done = compile_graph(gm, values, options)
+    except Exception:
+        if options.strict:
+            raise
+        log.warning("fusecomp: a graph is compiled without fused attention; "
+                    "options={'strict': True} raises the error", exc_info=True)  # fmt: skip
+        return gm
+    tell(done)
+    return done.module
+
+
+def rewrite_bodies(gm: GraphModule, options: Options) -> None:
+    """Fuse inside activation checkpoints, conditionals and the like: their bodies are graphs of their own."""
+    for node in higher_order_nodes(gm):
+        for argument in node.all_input_nodes:
+            body = getattr(gm, str(argument.target), None) if argument.op == "get_attr" else None
+            if isinstance(body, GraphModule):
+                values = placeholder_values(body)
+                if all(v is not None for v in values):
+                    setattr(gm, str(argument.target), rewritten(body, values, options))
+
+
+def tell(done: Compilation) -> None:
+    """Count what happened, and give it to whoever is explaining."""
+    for entry in done.entries:
+        _counts["candidates"] += 1
+        _counts["fallbacks" if entry.status == "fallback" else entry.status] += 1
+        log.info("%s at %s %s", entry.status, entry.where, entry.reason)
+    for listener in _listeners:
+        listener.extend(done.entries)
+
+
+def fuse(gm: GraphModule, example_inputs: Sequence[Any], **options: Any) -> GraphModule:
+    """Fuse the attentions of an FX graph, such as `torch.export.export(...).module()`.
+
+    `example_inputs` are tensors or numbers of the graph's inputs; lengths are fixed to theirs, unless the graph carries
+    symbolic ones. Returns a new GraphModule, or `gm` itself where nothing was fused.
+    """
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    values = placeholder_values(gm)
+    if any(v is None for v in values):
+        mode = FakeTensorMode(allow_non_fake_inputs=True)
+        values = [mode.from_tensor(x) if isinstance(x, torch.Tensor) else x for x in example_inputs]
+    return rewritten(gm, values, Options.parse(options))
+
+
+def explain(fn: Callable[..., Any], *args: Any, options: Mapping[str, Any] | None = None, **kwargs: Any) -> Report:
+    """Run `fn(*args, **kwargs)` once through fusecomp and tell what became of each attention.
+
+    `options` are the backend's; the rest of the graph runs eagerly unless they name an inner backend.
+    """
+    heard: list[Entry] = []
+    _listeners.append(heard)
+    try:
+        torch._dynamo.reset()
+        chosen = {"inner": "eager", **(options or {})}
+        torch.compile(fn, backend=fusecomp, options=chosen)(*args, **kwargs)
+    finally:
+        _listeners.remove(heard)
+        torch._dynamo.reset()
+    return Report(tuple(heard))
+
+
+def counters() -> dict[str, int]:
+    """Attentions in the graphs compiled since the last reset: candidates, fused, declined, fallbacks."""
+    return {name: _counts[name] for name in ("candidates", "fused", "declined", "fallbacks")}
+
+
+def reset() -> None:
+    """Clear the counters and what this process has loaded."""
+    from fusecomp.running.operator import KERNELS
+
+    _counts.clear()
+    KERNELS.clear()

@@ -1,0 +1,208 @@
+"""The story on one page: from a captured graph to one in which attention runs as fused kernels.
+
+    capture     Dynamo's graph in a small ATen vocabulary            graph/capture.py
+    recognise   softmax(f(Q K^T)) V, as mathematics                  patterns/attention.py
+    plan        tiles and schedule within the SRAM budget            planning/plan.py
+    emit        a specialised kernel, as readable text               codegen/emit.py
+    load        from a private, content-addressed file               running/loader.py
+    verify      against the graph's own nodes in float64             running/verify.py
+    substitute  the kernel's operator for the nodes                  running/substitute.py
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch.fx import GraphModule
+
+from fusecomp.codegen.emit import emit
+from fusecomp.codegen.source import KernelSource
+from fusecomp.errors import FusecompError, VerificationError
+from fusecomp.graph.capture import capture, may_hold_attention, uses_functorch
+from fusecomp.graph.facts import Place, place
+from fusecomp.patterns.attention import Declined, recognise
+from fusecomp.patterns.build import Match
+from fusecomp.patterns.sdpa import PLAIN, plain_calls, put_back, write_out
+from fusecomp.planning.plan import plan
+from fusecomp.planning.tile import TilePlan
+from fusecomp.report import Entry
+from fusecomp.running import cache, cpu
+load = None
+from fusecomp.running.operator import Kernel, Launch, register
+from fusecomp.running.substitute import substitute
+from fusecomp.running.verify import Verdict, verify
+from fusecomp.settings import Options
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Lowered:
+    """A region made runnable."""
+
+    key: str
+    launch: Launch
+    lowering: str
+    """"triton" or "cpu"."""
+    plan: TilePlan | None = None
+    source: KernelSource | None = None
+
+    @property
+    def text(self) -> str:
+        """What the verdict depends on."""
+        return self.source.text if self.source else self.lowering
+
+
+@dataclass(frozen=True)
+class Compilation:
+    """One graph, compiled: what is handed on, and what is told about it."""
+
+    module: GraphModule
+    entries: tuple[Entry, ...] = ()
+
+    @property
+    def fused(self) -> int:
+        return sum(e.status == "fused" for e in self.entries)
+
+
+def compile_graph(gm: GraphModule, values: Sequence[Any], options: Options) -> Compilation:
+    """`gm` with each recognised attention replaced. `values` are the fake tensors and numbers of its inputs.
+
+    Where nothing is replaced, the module handed on is `gm` itself, untouched.
+    """
+    if not may_hold_attention(gm):
+        return Compilation(gm)
+    if uses_functorch(gm):
+        return Compilation(gm, tuple(untraceable(gm)))
+    captured = capture(gm, values)
+    written = write_out(captured)
+    entries = list(plain_sdpa(captured))
+    taken = set()
+    for found in recognise(captured):
+        entry = declined(found) if isinstance(found, Declined) else compile_match(captured, found, options)
+        if entry.status == "fused" and isinstance(found, Match):
+            taken.add(found.output)
+        entries.append(entry)
+    put_back(written, taken)
+    captured.graph.eliminate_dead_code()
+    captured.recompile()
+    entries = [replace(e, index=i) for i, e in enumerate(entries)]
+    return Compilation(captured if taken else gm, tuple(entries))
+
+
+def compile_match(module: GraphModule, match: Match, options: Options) -> Entry:
+    """Plan, emit, load, verify and substitute one attention. What goes wrong leaves eager in place."""
+    region, sizes = match.region, seen_sizes(match)
+    base = Entry(0, "fallback", region.origin, region.source, region, sizes)
+    if options.lowering == "off":
+        return replace(base, status="declined", reason="the option lowering is off")
+    region = replace(region, empty_row="zero") if options.empty_rows == "zero" else region
+    device = match.inputs[0].meta["val"].device
+    try:
+        lowered = lower(replace(match, region=region), sizes, device, options)
+        base = described(base, lowered)
+        verdict = checked(match, lowered, sizes, device, options)
+    except FusecompError as error:
+        return fallen_back(base, f"{type(error).__name__}: {error}", options)
+    except Exception as error:  # a compiler error of any kind must not cost the user's result
+        log.debug("fusecomp failed at %s", region.origin, exc_info=True)
+        return fallen_back(base, f"{type(error).__name__}: {error}", options)
+    base = replace(base, verdict=str(verdict) if verdict else "not verified: the option verify is off")
+    if verdict is not None and not verdict.passed:
+        return fallen_back(base, f"the kernel {verdict}", options)
+    register(lowered.key, Kernel(region, lowered.launch))
+    substitute(module, match, lowered.key)
+    return replace(base, status="fused")
+
+
+def lower(match: Match, sizes: Mapping[str, int], device: torch.device, options: Options) -> Lowered:
+    """A region made runnable on its device: a Triton kernel, or PyTorch operators on the CPU."""
+    region = match.region
+    interpreted = device.type == "cpu" and triton_interprets()
+    wanted = options.lowering
+    if wanted == "cpu" or (wanted == "auto" and device.type == "cpu" and not interpreted):
+        return Lowered(f"{region.key}-cpu", cpu.lower(region), "cpu")
+    tiles = plan(region, sizes)
+    source = emit(region, tiles)
+    module = load(source, cache.directory("kernels"))
+    return Lowered(f"{source.name}-{cache.digest(source.text)[:8]}", module.launch, "triton", tiles, source)
+
+
+def triton_interprets() -> bool:
+    """Whether Triton runs kernels on CPU tensors in its interpreter."""
+    import triton
+
+    return bool(triton.knobs.runtime.interpret)
+
+
+def checked(
+    match: Match, lowered: Lowered, sizes: Mapping[str, int], device: torch.device, options: Options
+) -> Verdict | None:
+    """The verdict on a kernel, unless verification is off."""
+    if not options.verify:
+        return None
+    with torch.no_grad(), torch._dispatch.python.suspend_functionalization(), real_tensors():
+        return verify(match, lowered.launch, sizes, device, lowered.text)
+
+
+def real_tensors() -> Any:
+    """Leave whatever fake-tensor or tracing mode the caller is in."""
+    from torch._subclasses.fake_tensor import unset_fake_temporarily
+
+    return unset_fake_temporarily()
+
+
+def seen_sizes(match: Match) -> dict[str, int]:
+    """The lengths of this graph, symbolic ones at the size they were seen with."""
+    from fusecomp.running.subgraph import concrete
+
+    return {
+        name: source if isinstance(source, int) else int(concrete(source[0].meta["val"].shape[source[1]]))
+        for name, source in match.sizes.items()
+    }
+
+
+def described(entry: Entry, lowered: Lowered) -> Entry:
+    """The entry with what is known once a kernel exists."""
+    source = lowered.source
+    return replace(
+        entry,
+        plan=lowered.plan,
+        kernel=source.name if source else lowered.key,
+        kernel_text=source.text if source else "",
+        kernel_source=source,
+        lowering=lowered.lowering,
+    )
+
+
+def fallen_back(entry: Entry, reason: str, options: Options) -> Entry:
+    """Eager stays: one warning, or an error under strict."""
+    message = f"attention at {entry.where or 'an unknown line'} runs as written: {reason}"
+    if options.strict:
+        raise VerificationError(message)
+    log.warning("fusecomp: %s", message)
+    return replace(entry, status="fallback", reason=reason, lowering="eager")
+
+
+def declined(found: Declined) -> Entry:
+    return Entry(0, "declined", found.place.where, found.place.source, reason=found.reason, advice=found.advice)
+
+
+def plain_sdpa(module: GraphModule) -> Iterator[Entry]:
+    """SDPA calls that PyTorch's own kernels run."""
+    for node in plain_calls(module):
+        at = place(node)
+        yield Entry(0, "declined", at.where, at.source, reason=PLAIN)
+
+
+def untraceable(gm: GraphModule) -> Iterator[Entry]:
+    """Softmaxes under torch.vmap and its kin."""
+    for node in gm.graph.nodes:
+        if "softmax" in str(node.target):
+            at: Place = place(node)
+            yield Entry(0, "declined", at.where, at.source, reason="it lies under torch.func (vmap, grad)",
+                        advice="write the batch axis out")  # fmt: skip

@@ -1,0 +1,107 @@
+"""The operator that stands in the rewritten graph: opaque to Inductor, known to autograd, to fake tensors and to export.
+
+    fusecomp::attention(tensors, sizes, shape, order, dtype, key) -> O
+
+`key` names a kernel that this process has loaded; everything that the shape of O depends on is an argument.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fusecomp.errors import KernelError
+from fusecomp.ir.region import AttentionRegion
+from fusecomp.running.backward import gradients
+
+Launch = Callable[[Tensor, Sequence[Tensor], Sequence[int]], None]
+"""launch(out, tensors, sizes): fills `out`; tensors in the order of region.operands, sizes of region.sizes."""
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """A region and what runs it."""
+
+    region: AttentionRegion
+    launch: Launch
+
+
+KERNELS: dict[str, Kernel] = {}
+"""Key -> kernel, for this process."""
+
+
+def register(key: str, kernel: Kernel) -> str:
+    """Make a kernel callable under `key`. The same key always means the same kernel."""
+    KERNELS.setdefault(key, kernel)
+    return key
+
+
+def kernel_of(key: str) -> Kernel:
+    try:
+        return KERNELS[key]
+    except KeyError:
+        raise KernelError(
+            f"attention kernel {key} is not loaded in this process; compile the model here with backend='fusecomp'"
+        ) from None
+
+
+def empty_ordered(shape: Sequence[int], order: Sequence[int], like: Tensor, dtype: torch.dtype) -> Tensor:
+    """An empty tensor of `shape` whose axes lie in memory in the given order, outermost first."""
+    memory = torch.empty([shape[i] for i in order], dtype=dtype, device=like.device)
+    return memory.permute([list(order).index(i) for i in range(len(order))])
+
+
+@torch.library.custom_op("fusecomp::attention", mutates_args=())
+def attention(
+    tensors: Sequence[Tensor], sizes: Sequence[int], shape: Sequence[int], order: Sequence[int],
+    dtype: torch.dtype, key: str,
+) -> Tensor:  # fmt: skip
+    """O of one region: `shape` in the order of region.out_axes, memory in `order`."""
+    out = empty_ordered(shape, order, tensors[0], dtype)
+    if out.numel():
+        kernel_of(key).launch(out, tensors, sizes)
+    return out
+
+
+@attention.register_fake
+def _(
+    tensors: Sequence[Tensor], sizes: Sequence[int], shape: Sequence[int], order: Sequence[int],
+    dtype: torch.dtype, key: str,
+) -> Tensor:  # fmt: skip
+    return empty_ordered(shape, order, tensors[0], dtype)
+
+
+@torch.library.custom_op("fusecomp::attention_backward", mutates_args=())
+def attention_backward(
+    grad: Tensor, tensors: Sequence[Tensor], sizes: Sequence[int], wanted: Sequence[int], key: str
+) -> list[Tensor]:
+    """Gradients of O with respect to tensors[i] for i in `wanted`, each in its tensor's dtype."""
+    return gradients(kernel_of(key).region, grad, tensors, sizes, wanted)
+
+
+@attention_backward.register_fake
+def _(
+    grad: Tensor, tensors: Sequence[Tensor], sizes: Sequence[int], wanted: Sequence[int], key: str
+) -> list[Tensor]:
+    return [torch.empty(tensors[i].shape, dtype=tensors[i].dtype, device=tensors[i].device) for i in wanted]
+
+
+def _setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    tensors, sizes, _, _, _, key = inputs
+    ctx.save_for_backward(*tensors)
+    ctx.sizes, ctx.key = sizes, key
+    ctx.wanted = [i for i, t in enumerate(tensors) if t.requires_grad and t.is_floating_point()]
+
+
+def _backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+    tensors = ctx.saved_tensors
+    found = attention_backward(grad, tensors, ctx.sizes, ctx.wanted, ctx.key)
+    by_place: dict[int, Tensor] = dict(zip(ctx.wanted, found, strict=True))
+    return [by_place.get(i) for i in range(len(tensors))], None, None, None, None, None
+
+
+attention.register_autograd(_backward, setup_context=_setup)

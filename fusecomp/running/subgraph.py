@@ -1,0 +1,79 @@
+"""Running the graph's own nodes of one attention: the judge of every kernel, in the model's dtype or in float64."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import Node
+
+from fusecomp.patterns.build import Match
+
+
+def run_original(match: Match, inputs: Sequence[Tensor], dtype: torch.dtype | None = None) -> Tensor:
+    """O from the nodes as the user wrote them, on `inputs` (in region.operands order).
+
+    With `dtype`, every floating-point tensor and cast of the path becomes that dtype instead. A tensor off the path
+    lends only its shape; it stands as zeros.
+    """
+    env: dict[Node, Any] = {n: _as(x, dtype) for n, x in zip(match.inputs, inputs, strict=True)}
+    device = inputs[0].device
+
+    def value(node: Node) -> Any:
+        if node not in env:
+            env[node] = call(node) if computed(node) else stand_in(node.meta.get("val"), dtype, device)
+        return env[node]
+
+    def computed(node: Node) -> bool:
+        on_path = node in match.path or not isinstance(node.meta.get("val"), Tensor)
+        return on_path and node.op == "call_function"
+
+    def call(node: Node) -> Any:
+        args = torch.fx.map_arg(node.args, value)
+        kwargs = torch.fx.map_arg(node.kwargs, value)
+        return node.target(*_retyped(args, dtype, node), **_retyped(kwargs, dtype, node))  # type: ignore[operator]
+
+    stack = [match.output]
+    while stack:  # evaluated iteratively: a path may be deeper than Python's stack
+        node = stack[-1]
+        waiting = [n for n in node.all_input_nodes if n not in env and computed(n)] if computed(node) else []
+        if waiting and node not in env:
+            stack += waiting
+        else:
+            value(stack.pop())
+    return env[match.output]
+
+
+def stand_in(val: Any, dtype: torch.dtype | None, device: torch.device) -> Any:
+    """Zeros of a fake tensor's shape; a symbolic number's hint."""
+    if isinstance(val, Tensor):
+        shape = [concrete(s) for s in val.shape]
+        return _as(torch.zeros(shape, dtype=val.dtype, device=device), dtype)
+    return concrete(val)
+
+
+def concrete(n: Any) -> Any:
+    """A symbolic number as the number it was seen with."""
+    if isinstance(n, torch.SymInt):
+        return int(n.node.hint) if n.node.hint is not None else 1
+    if isinstance(n, torch.SymFloat):
+        return float(n.node.hint) if n.node.hint is not None else 1.0
+    return n
+
+
+def _as(x: Any, dtype: torch.dtype | None) -> Any:
+    return x.to(dtype) if dtype is not None and isinstance(x, Tensor) and x.is_floating_point() else x
+
+
+def _retyped(args: Any, dtype: torch.dtype | None, node: Node) -> Any:
+    """Arguments that name a floating-point dtype name `dtype` instead."""
+    if dtype is None or node.target is operator.getitem:
+        return args
+
+    def retype(x: Any) -> Any:
+        return dtype if isinstance(x, torch.dtype) and x.is_floating_point else x
+
+    return torch.utils._pytree.tree_map(retype, args)

@@ -1,0 +1,77 @@
+"""Putting a kernel's operator in the place of the nodes that it computes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import GraphModule, Node
+
+from fusecomp.patterns.build import Match, SizeSource
+from fusecomp.running.operator import empty_ordered
+
+
+def substitute(module: GraphModule, match: Match, key: str) -> Node:
+    """Replace match.output by the operator and remove the nodes between inputs and output. Returns the new node."""
+    graph, region, output = module.graph, match.region, match.output
+    lengths: dict[tuple[Node, int], Any] = {}
+    with graph.inserting_before(output):
+        tensors = [on_device(n, output) for n in match.inputs]
+
+        def length(source: SizeSource) -> Any:
+            if isinstance(source, int):
+                return source
+            if source not in lengths:
+                lengths[source] = length_node(source)
+            return lengths[source]
+
+        shape = [length(s) for s in match.out_shape]
+        args = (tensors, [length(match.sizes[s]) for s in region.sizes], shape, list(region.out_order),
+                getattr(torch, region.out_dtype), key)  # fmt: skip
+        node = graph.call_function(torch.ops.fusecomp.attention.default, args)
+        described(node, output, shape, region.out_order)
+        new = node
+        if len(shape) > output.meta["val"].dim():  # the query axis that O itself does not have
+            new = graph.call_function(torch.ops.aten.squeeze.dim, (node, len(shape) - 1))
+            described(new, output)
+    output.replace_all_uses_with(new)
+    for dead in [output, *reversed(match.interior)]:
+        graph.erase_node(dead)
+    return new
+
+
+def length_node(source: tuple[Node, int]) -> Node | int:
+    """The node that reads the length of one axis of a tensor."""
+    node, axis = source
+    n = node.meta["val"].shape[axis]
+    if isinstance(n, int):
+        return n
+    size = node.graph.call_function(torch.ops.aten.sym_size.int, (node, axis))
+    size.meta["val"] = n
+    return size
+
+
+def on_device(node: Node, output: Node) -> Node:
+    """A scalar that lies on the CPU beside operands on a GPU is moved there."""
+    device = output.meta["val"].device
+    if node.meta["val"].device == device:
+        return node
+    moved = node.graph.call_function(torch.ops.aten._to_copy.default, (node,), {"device": device})
+    described(moved, node)
+    with node.meta["val"].fake_mode:
+        moved.meta["val"] = torch.empty(node.meta["val"].shape, dtype=node.meta["val"].dtype, device=device)
+    return moved
+
+
+def described(node: Node, like: Node, shape: list[Any] | None = None, order: tuple[int, ...] = ()) -> None:
+    """Metadata of a new node: the source line of the node it stands for, and a fake tensor."""
+    node.meta = {k: v for k, v in like.meta.items() if k in ("stack_trace", "nn_module_stack", "source_fn_stack", "val")}
+    val = like.meta["val"]
+    if shape is None or not isinstance(val, Tensor):
+        return
+    with val.fake_mode:
+        lengths = [n.meta["val"] if isinstance(n, Node) else n for n in shape]
+        node.meta["val"] = empty_ordered(lengths, order, val, val.dtype)
+
+

@@ -1,0 +1,166 @@
+"""Verdicts: a kernel is used only after it agreed with what it replaces.
+
+    max |kernel - exact|  <=  max(4 * max |eager - exact|, floor of the dtype)      relative to max |exact|
+
+`exact` is the graph's own nodes in float64. Where M x N is too large for that, the region's meaning in float64 on
+sampled rows stands in for it, and the graph's own nodes are still run in the model's dtype if they fit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fusecomp.ir.reference import evaluate
+from fusecomp.patterns.build import Match
+from fusecomp.running import cache
+from fusecomp.running.inputs import Example, draw, example_of
+from fusecomp.running.operator import Launch, empty_ordered
+from fusecomp.running.subgraph import run_original
+
+EAGER_MULTIPLE = 4.0
+"""A fused kernel may err this many times as much as eager does."""
+FLOOR = {torch.float32: 32 * 2.0**-23, torch.bfloat16: 2 * 2.0**-7, torch.float16: 4 * 2.0**-10}
+"""Relative error that is always allowed: what rounding the output alone may cost."""
+EXACT_SCORES = {"cpu": 1 << 23, "cuda": 1 << 28}
+"""Scores up to which the graph's own nodes are run in float64."""
+EAGER_SCORES = {"cpu": 1 << 25, "cuda": 1 << 31}
+"""Scores up to which they are run in the model's dtype."""
+SAMPLED_ROWS = 64
+VERSION = 1
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What a comparison found."""
+
+    passed: bool
+    error: float
+    """Largest relative error of the kernel."""
+    budget: float
+    against: str
+    """What the kernel was held against."""
+    detail: str = ""
+    """Where it disagreed."""
+
+    def __str__(self) -> str:
+        word = "agrees with" if self.passed else "DISAGREES with"
+        tail = f": {self.detail}" if self.detail else ""
+        return f"{word} {self.against}: error {self.error:.1e} of {self.budget:.1e} allowed{tail}"
+
+
+@dataclass(frozen=True)
+class Judged:
+    """Tensors to compare: the kernel's O, eager's (if it was run), the exact one."""
+
+    got: Tensor
+    eager: Tensor | None
+    exact: Tensor
+    against: str
+
+
+def verify(match: Match, launch: Launch, sizes: Mapping[str, int], device: torch.device, kernel: str) -> Verdict:
+    """Hold a kernel against the graph it replaces, on random inputs of the graph's shapes; cached by what was compared."""
+    examples = [example_of(n.meta["val"]) for n in match.inputs]
+    name = cache.digest(VERSION, kernel, match.region.key, fingerprint(match), examples, dict(sizes), machine(device))
+    path = cache.directory("verdicts") / f"{name}.json"
+    if (known := cache.read_json(path)) is not None and set(known) == set(Verdict.__dataclass_fields__):
+        return Verdict(**known)
+    verdict = judge(compare(match, launch, sizes, device, examples), match.region.out_dtype)
+    cache.write_json(path, asdict(verdict))
+    return verdict
+
+
+def machine(device: torch.device) -> str:
+    """What a verdict depends on besides the code: device and versions."""
+    import triton
+
+    chip = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+    return f"{chip} torch {torch.__version__} triton {triton.__version__}"
+
+
+def fingerprint(match: Match) -> str:
+    """The graph's own nodes as text, numbered in order, so that equal layers have equal fingerprints."""
+    numbers = {n: f"in{i}" for i, n in enumerate(match.inputs)}
+    lines = []
+    for node in sorted(match.path, key=lambda n: n):
+        numbers[node] = f"n{len(numbers)}"
+        args = torch.fx.map_arg((node.args, node.kwargs), lambda n: numbers.get(n, "?"))
+        lines.append(f"{numbers[node]} = {node.target}{args}")
+    return "\n".join(lines)
+
+
+def compare(
+    match: Match, launch: Launch, sizes: Mapping[str, int], device: torch.device, examples: Sequence[Example]
+) -> Judged:
+    """Run the kernel and its judges on the same random inputs."""
+    region = match.region
+    tensors = draw(region, examples, sizes, device)
+    lengths = [sizes[s] for s in region.sizes]
+    shape = [s if isinstance(s, int) else sizes_of(s, match, examples) for s in match.out_shape]
+    out = empty_ordered(shape, region.out_order, tensors[0], getattr(torch, region.out_dtype))
+    launch(out, tensors, lengths)
+    scores = out.numel() // max(out.shape[region.out_axes.index("dv")], 1) * sizes["N"]
+    rows_axis = region.out_axes.index("q_idx")
+    if scores <= EXACT_SCORES.get(device.type, 0):
+        exact = run_original(match, tensors, torch.float64).reshape(out.shape)
+        return Judged(out, run_original(match, tensors).reshape(out.shape), exact, "the graph in float64")
+    rows = torch.randperm(out.shape[rows_axis], device=device)[:SAMPLED_ROWS].sort().values
+    exact = evaluate(region, tensors, lengths, torch.float64, rows)
+    eager = run_original(match, tensors).reshape(out.shape) if scores <= EAGER_SCORES.get(device.type, 0) else None
+    against = "eager, and its meaning in float64 on sampled rows" if eager is not None else "its meaning on sampled rows"
+    picked = [None if x is None else x.index_select(rows_axis, rows) for x in (out, eager)]
+    return Judged(picked[0], picked[1], exact, against)  # type: ignore[arg-type]
+
+
+def sizes_of(source: Any, match: Match, examples: Sequence[Example]) -> int:
+    """The length of an axis of a tensor node, as it was seen."""
+    from fusecomp.running.subgraph import concrete
+
+    node, axis = source
+    return int(concrete(node.meta["val"].shape[axis]))
+
+
+def judge(judged: Judged, dtype: str) -> Verdict:
+    """Compare: special values in place, finite ones within the budget."""
+    floor = FLOOR[getattr(torch, dtype)]
+    got, exact = judged.got.double(), judged.exact.double()
+    eager = judged.eager.double() if judged.eager is not None else None
+    wrong = specials(got) != specials(exact)
+    if eager is not None:
+        wrong &= specials(got) != specials(eager)
+        lost = (specials(eager) != specials(exact)) & (specials(got) == specials(exact))
+        drift = relative(eager, exact) if not lost.any() else 0.0
+    else:
+        drift = floor / EAGER_MULTIPLE * 2
+    budget = max(EAGER_MULTIPLE * drift, floor)
+    if wrong.any():
+        detail = f"{int(wrong.sum())} of {wrong.numel()} elements are NaN or infinite on one side only"
+        return Verdict(False, float("inf"), budget, judged.against, detail)
+    error = relative(got, exact)
+    detail = "" if error <= budget else f"worst at {worst(got, exact)}"
+    return Verdict(error <= budget, error, budget, judged.against, detail)
+
+
+def specials(x: Tensor) -> Tensor:
+    """0 where finite, else a code for NaN, +inf and -inf."""
+    return x.isnan() * 1 + (x == float("inf")) * 2 + (x == float("-inf")) * 3
+
+
+def relative(x: Tensor, exact: Tensor) -> float:
+    """max |x - exact| / max |exact| over the places where both are finite."""
+    finite = x.isfinite() & exact.isfinite()
+    if not finite.any():
+        return 0.0
+    size = exact[exact.isfinite()].abs().max().item()
+    return float((x - exact)[finite].abs().max().item() / (size or 1.0))
+
+
+def worst(x: Tensor, exact: Tensor) -> tuple[int, ...]:
+    """Index of the largest finite difference."""
+    off = (x - exact).abs().nan_to_num(0.0, 0.0, 0.0)
+    return tuple(int(i) for i in torch.unravel_index(off.argmax(), off.shape))
