@@ -50,10 +50,9 @@ def test_a100_of_the_chapter() -> None:
 
 @pytest.mark.parametrize("name", sorted(DEVICES))
 def test_peak_fp32_follows_from_units_and_clock(name: str) -> None:
-    """2 * FMA units * clock is the data sheet's float32 rate, to the rounding of clocks (MI300X issues two at once)."""
+    """2 * FMA units * clock is the data sheet's float32 rate, to the rounding of clocks."""
     d = DEVICES[name]
-    twice = 2 if d.arch.startswith("gfx") else 1
-    assert d.matmul_rate("float32") == pytest.approx(2 * twice * d.fma_rate, rel=0.12)
+    assert d.matmul_rate("float32") == pytest.approx(2 * d.fma_rate, rel=0.12)
 
 
 @pytest.mark.parametrize(

@@ -1,9 +1,9 @@
 """The table of devices. Figures are the vendors' own unless a row says measured.
 
-Sources: NVIDIA A100, A10, L4, L40S, H100, H200 and HGX B200 data sheets; the GA102, AD102, A100 (GA100) and H100 (GH100)
-architecture white papers (multiprocessors, clocks, special-function and FMA units, L2); AMD's MI300X data sheet and
-CDNA 3 white paper; the AWS G5 page for the A10G. Shared memory and registers: CUDA C++ Programming Guide, table
-"Technical Specifications per Compute Capability". All matrix rates are dense, with float32 sums; clocks are boost clocks.
+Sources: NVIDIA A100, A10, L4, L40S, H100, H200 and HGX B200 data sheets; the GA102, AD102, GA100 and GH100 architecture
+white papers (multiprocessors, clocks, special-function and FMA units, L2); AMD's MI300X data sheet and CDNA 3 white
+paper; the AWS G5 page for the A10G. Shared memory and registers: CUDA C++ Programming Guide, table "Technical
+Specifications per Compute Capability". All matrix rates are dense, with float32 sums; clocks are boost clocks.
 """
 
 from __future__ import annotations

@@ -113,16 +113,18 @@ def _on_pairs(e: Expr, region: AttentionRegion) -> bool:
 def element_work(expressions: Iterable[Expr], region: AttentionRegion) -> tuple[int, int]:
     """(FMA slots, special-function slots) of one pair. What depends on one index alone is hoisted: it costs nothing."""
     ops = {x for e in expressions for x in parts(e) if isinstance(x, Apply) and _on_pairs(x, region)}
-    work = [(0, 0) if _is_scale(x) else (x.primitive.fma, x.primitive.sfu) for x in ops]
+    work = [_work(x) for x in ops]
     return sum(f for f, _ in work), sum(s for _, s in work)
 
 
-def _is_scale(e: Expr) -> bool:
-    """score * constant: it folds into the exponent's own multiply-add."""
+def _work(e: Apply) -> tuple[int, int]:
+    """A row of the primitives; score * constant folds into the exponent, and x / constant is a multiplication."""
     match e:
         case Apply("mul", (Score(), Const())) | Apply("mul", (Const(), Score())):
-            return True
-    return False
+            return 0, 0
+        case Apply("div", (_, Const())):
+            return 1, 0
+    return e.primitive.fma, e.primitive.sfu
 
 
 def _eager_passes(region: AttentionRegion) -> int:
