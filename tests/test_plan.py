@@ -120,6 +120,9 @@ def test_ampere_choices_are_those_that_libraries_settled_on(d: int, kinds: set[t
         (Workload(65536, m=1, heads=32, kv_heads=8), "decode", 4),
         (Workload(4096, m=1, heads=32, kv_heads=8, batch=64), "decode", 4),
         (Workload(8192, m=1, heads=32), "decode", 1),
+        (Workload(8192, m=1, heads=28, kv_heads=4), "decode", 7),
+        (Workload(8192, m=1, heads=64, kv_heads=1), "decode", 64),
+        (Workload(8192, m=1, heads=192, kv_heads=1), "decode", 96),
         (Workload(128, m=1, heads=32), "prefill", 1),
         (Workload(8192, m=512, heads=32, kv_heads=8), "prefill", 1),
     ],
@@ -127,6 +130,7 @@ def test_ampere_choices_are_those_that_libraries_settled_on(d: int, kinds: set[t
 def test_skeletons(workload: Workload, skeleton: str, pack: int) -> None:
     p = plan_of(workload)
     assert (p.skeleton, p.pack) == (skeleton, pack)
+    assert p.block_m >= p.pack
 
 
 def test_decode_is_bound_by_memory_and_near_its_floor() -> None:

@@ -82,7 +82,7 @@ registers = accumulator + (REG_PAIR + DOT * REG_DOT * Min(D, 64)) * scores + REG
 spilled = Max(0, registers - REGS_MAX)
 
 # Programs: one for each query tile of a head (of a group of PACK heads) and each part of its keys
-query_tiles = ceiling(M * PACK / BLOCK_M)
+query_tiles = ceiling(M / floor(BLOCK_M / PACK))
 by_registers = REGS_PER_SM / (Min(registers, REGS_MAX) * threads)
 resident = Max(1, floor(Min(SMEM_PER_SM / (smem + SMEM_RESERVED), by_registers, THREADS_PER_SM / threads)))
 slots = SMS * resident

@@ -95,12 +95,17 @@ def skeleton(region: AttentionRegion, sizes: Mapping[str, int]) -> str:
 
 
 def candidates(launch: Launch) -> Iterator[Tile]:
-    """Every tile worth costing: no taller than the rows there are, eight warps only where they have work."""
-    pack = launch.known.group if launch.decode and launch.known.packs else 1
+    """Every tile worth costing: as tall as a packed group, no taller than the rows, eight warps where they have work."""
+    pack = packed(launch.known.group) if launch.decode and launch.known.packs else 1
     tallest = max(16, power(launch.at.m * pack))
     for block_m, block_n, warps, stages in product(SIDES, SIDES, (4, 8), (1, 2, 3, 4)):
-        if block_m <= tallest and (warps == 4 or block_m * block_n >= 64 * 64):
+        if pack <= block_m <= tallest and (warps == 4 or block_m * block_n >= 64 * 64):
             yield Tile(block_m, block_n, warps, stages, pack)
+
+
+def packed(group: int) -> int:
+    """The most heads of a group that share a tile: its largest divisor that a tile can hold."""
+    return max(p for p in range(1, SIDES[-1] + 1) if group % p == 0)
 
 
 @lru_cache(maxsize=512)
