@@ -4,6 +4,8 @@
     fusecomp show --until kernel model.py:attention   one stage: graph, region, plan, kernel, ptx
     fusecomp verify model.py:attention                is every kernel right? exit status 1 if not
     fusecomp tiles --n 4096 --d 128 --device h100     the plan of a workload given by numbers
+    fusecomp io --n 4096 --d 128                      elements moved, scores stored against tiles
+    fusecomp kv --layers 32 --hidden 4096 --tokens 300   a cache that reserves against one in blocks
     fusecomp env                                      versions, device, cache, what is missing
 """
 
@@ -14,6 +16,7 @@ import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -22,7 +25,7 @@ from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from fusecomp.errors import FusecompError, OptionError
-from fusecomp.tiles import tiles
+from fusecomp.tiles import io, kv, tiles
 
 if TYPE_CHECKING:
     from fusecomp.report import Report
@@ -35,7 +38,8 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-app.command()(tiles)
+for command in (tiles, io, kv):
+    app.command()(command)
 
 Name = Annotated[str, typer.Argument(metavar="FILE:FUNCTION", help="a function, or a factory of (model, args)")]
 Args = Annotated[list[str] | None, typer.Option("--arg", help="shape of one input: 2x4x96x64 or 2x4x96x64:bfloat16")]
@@ -68,22 +72,22 @@ def explain(name: Name, arg: Args = None, option: Chosen = None, on: On = None, 
 def show(
     name: Name,
     until: Annotated[str, typer.Option(help="graph, region, plan, kernel or ptx")] = "kernel",
-    arch: Annotated[str, typer.Option(help="what ptx is for: sm_80, sm_90, sm_100")] = "sm_90",
+    device: Annotated[str | None, typer.Option(help="plan for h100, a100 ...; default: the GPU, or h200")] = None,
     arg: Args = None,
-    option: Chosen = None,
     on: On = None,
 ) -> None:
-    """Print what a stage made of each attention."""
+    """Print what a stage makes of each attention. Needs no GPU: nothing is run but eager PyTorch."""
+    from fusecomp.planning.device import current, find
     from fusecomp.show import STAGES, graphs, stage
 
     if until not in STAGES:
         raise OptionError(f"--until takes one of {', '.join(STAGES)}; got {until!r}")
-    options, target = _options(option), _target(name, arg, on)
+    planned_for = find(device) if device else current()
+    target = _target(name, arg, on)
     if until == "graph":
-        with _progress("reading the graph"):
-            parts = list(graphs(target))
+        parts = graphs(target)
     else:
-        parts = list(stage(_report(target, options), until, arch))
+        parts = stage(_report(target, {"lowering": "off"}), until, planned_for)
     for part in parts:
         print(part)
 
@@ -133,7 +137,8 @@ def _report(target: Target, options: dict[str, str]) -> Report:
     from fusecomp.backend import explain as explained
 
     with _progress(f"compiling and verifying {target.name}"), torch.no_grad():
-        return explained(target.call, *target.args, **target.kwargs)
+        report = explained(target.call, *target.args, options=options, **target.kwargs)
+    return replace(report, title=target.name)
 
 
 def _options(chosen: list[str] | None) -> dict[str, str]:

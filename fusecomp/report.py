@@ -36,6 +36,7 @@ class Entry:
     """One attention, or something that looked like one."""
 
     index: int
+    """Its place in its graph, and in a Report its place there."""
     status: str
     """"fused": a fused kernel runs it. "declined": not an attention that fusecomp can take over.
     "fallback": recognised, but no kernel could be trusted, so eager runs it."""
@@ -100,6 +101,11 @@ class Report:
     """Graphs that Dynamo made of it."""
     notes: tuple[str, ...] = ()
     """What holds for the whole: graph breaks, warnings."""
+
+    def __post_init__(self) -> None:
+        """Number the entries: each graph counts its own from 0."""
+        numbered = tuple(replace(e, index=i) for i, e in enumerate(self.entries))
+        object.__setattr__(self, "entries", numbered)
 
     def of(self, status: str) -> tuple[Entry, ...]:
         """The entries of one status."""

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import os
 import platform
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from fusecomp.report import Entry, Report, size
+from fusecomp.ir.region import AttentionRegion
+from fusecomp.planning.device import Device, current, live
+from fusecomp.planning.tile import TilePlan
+from fusecomp.report import Report, cost_text, plan_text, size
 from fusecomp.settings import cache_dir, environment
 from fusecomp.target import Target
 
@@ -34,44 +37,43 @@ def graphs(target: Target) -> Iterator[str]:
     yield from (str(graph.print_readable(print_output=False)) for graph in found)
 
 
-def stage(report: Report, until: str, arch: str) -> Iterator[str]:
-    """What each attention is after the stage `until`; a decline says why at every stage."""
+def stage(report: Report, until: str, device: Device) -> Iterator[str]:
+    """What each attention is after the stage `until`, planned for `device`; a decline says why at every stage."""
     for group in report.groups():
         entry = group[0]
-        yield f"# {entry.status} at {entry.where}" + (f", {len(group)} alike" if len(group) > 1 else "")
-        yield from _made(entry, until, arch) if entry.region is not None else [f"# {entry.reason}"]
+        alike = f", {len(group)} alike" if len(group) > 1 else ""
+        yield f"# {entry.where}{alike}: {entry.source.strip()}"
+        if entry.region is None:
+            yield f"# {entry.status}: {entry.reason}\n"
+        else:
+            yield f"{_made(entry.region, entry.sizes, until, device)}\n"
 
 
-def _made(entry: Entry, until: str, arch: str) -> Iterator[str]:
-    match until:
-        case "region":
-            yield str(entry.region)
-        case "plan":
-            yield from _plan(entry)
-        case "kernel":
-            yield entry.kernel_text or _nothing(entry)
-        case "ptx":
-            yield _ptx(entry, arch)
+def _made(region: AttentionRegion, sizes: Mapping[str, int], until: str, device: Device) -> str:
+    """Region, plan, kernel, machine code: each from the one before."""
+    from fusecomp.codegen.emit import emit
+    from fusecomp.planning.plan import plan
 
-
-def _plan(entry: Entry) -> Iterator[str]:
-    rows = dict(entry.rows())
-    yield "\n".join(rows[label] for label in ("sizes", "plan", "predicted") if rows.get(label)) or _nothing(entry)
-    for r in entry.plan.rejected if entry.plan else ():
-        yield f"    not {r.block_m} x {r.block_n}, {r.warps} warps, {r.stages} stages: {r.reason}"
-
-
-def _ptx(entry: Entry, arch: str) -> str:
-    """The kernel compiled for `arch`; no GPU is needed."""
-    if entry.kernel_source is None:
-        return _nothing(entry)
+    if until == "region":
+        return str(region)
+    tiles = plan(region, sizes, device)
+    if until == "plan":
+        return "\n".join(_plan(tiles, sizes))
+    source = emit(region, tiles)
+    if until == "kernel":
+        return source.text
     from fusecomp.codegen.compiled import cross_compile
 
-    return str(cross_compile(entry.kernel_source, arch))
+    return str(cross_compile(source, device.arch))
 
 
-def _nothing(entry: Entry) -> str:
-    return f"# nothing was made: {entry.reason or 'it runs ' + entry.lowering}"
+def _plan(plan: TilePlan, sizes: Mapping[str, int]) -> Iterator[str]:
+    yield f"on {plan.device}, {', '.join(f'{name} = {length}' for name, length in sizes.items())}"
+    yield plan_text(plan)
+    if plan.cost is not None:
+        yield cost_text(plan.cost)
+    for r in plan.rejected:
+        yield f"    not {r.block_m} x {r.block_n}, {r.warps} warps, {r.stages} stages: {r.reason}"
 
 
 def facts() -> Iterator[tuple[str, str]]:
@@ -96,8 +98,6 @@ def installed(name: str) -> str:
 
 def device() -> str:
     """The GPU, or what stands in for it."""
-    from fusecomp.planning.device import current, live
-
     if (gpu := live()) is not None:
         return f"{gpu.name} ({gpu.arch}), {gpu.sms} multiprocessors, {gpu.smem_bytes} B of shared memory a program"
     return f"no GPU: plans are made for {current().name}; attention on the CPU runs as PyTorch operators"

@@ -70,14 +70,13 @@ def test_the_block_of_a_fused_attention_holds_every_stage() -> None:
 
 def test_the_block_of_a_declined_one_holds_reason_line_and_advice() -> None:
     text = str(Report((DECLINED,)))
-    for part in ("1 declined", "#1  declined  model.py:40", "s.cumsum(-1)", "cumsum mixes keys", "Move the cumsum"):
+    for part in ("1 declined", "#0  declined  model.py:40", "s.cumsum(-1)", "cumsum mixes keys", "Move the cumsum"):
         assert part in text
     assert "plan" not in text
 
 
 def test_identical_layers_are_one_block() -> None:
-    layers = tuple(replace(FUSED, index=i) for i in range(32))
-    text = str(Report(layers, graphs=2))
+    text = str(Report((FUSED,) * 32, graphs=2))
     assert "32 attentions in 2 graphs: 32 fused" in text
     assert text.count("model.py:18") == 1
     assert "#0-31  fused  model.py:18  (32 alike)" in text
@@ -85,7 +84,7 @@ def test_identical_layers_are_one_block() -> None:
 
 def test_layers_of_two_kinds_are_two_blocks() -> None:
     kinds = (FUSED, replace(FUSED, where="model.py:30"))
-    text = str(Report(tuple(replace(kinds[i in (2, 5)], index=i) for i in range(7))))
+    text = str(Report(tuple(kinds[i in (2, 5)] for i in range(7))))
     assert "#0-1, 3-4, 6  fused  model.py:18  (5 alike)" in text
     assert "#2, 5  fused  model.py:30  (2 alike)" in text
 
