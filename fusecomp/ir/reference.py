@@ -282,12 +282,12 @@ def kept(region: AttentionRegion, env: Env) -> Tensor | None:
     return live
 
 
-def softmax(region: AttentionRegion, logits: Tensor, env: Env) -> Tensor:
-    """softmax over the last axis, with the sink's share left out of the result; empty rows as the region says."""
+def softmax(region: AttentionRegion, logits: Tensor, env: Env, out: Tensor | None = None) -> Tensor:
+    """softmax over the last axis without the sink's share; empty rows as the region says. `out`: memory to use."""
     if region.sink is not None:
         sink = evaluate_expr(region.sink, env).to(env.dtype).expand(*logits.shape[:-1], 1)
         return torch.cat([logits, sink], -1).softmax(-1)[..., :-1]
-    p = logits.softmax(-1)
+    p = torch.softmax(logits, -1, out=out)
     if region.empty_row == "zero":
         p = torch.where((logits == -math.inf).all(-1, keepdim=True), 0.0, p)
     return p
