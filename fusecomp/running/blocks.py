@@ -15,7 +15,7 @@ from itertools import product
 import torch
 from torch import Tensor
 
-from fusecomp.ir.algebra import depends_on_score
+from fusecomp.ir.algebra import depends_on_score, substitute
 from fusecomp.ir.expr import Apply, Cast, Const, Expr, Score, dtype_kind, parts, transform, variables
 from fusecomp.ir.primitives import PRIMITIVES
 from fusecomp.ir.ranges import Bound, Reach, reach
@@ -56,11 +56,13 @@ def _fold(score: Expr, term: Score) -> tuple[float, Expr]:
     for e in parts(score):
         match e:
             case Apply("mul", (x, Const(float(c)))) | Apply("mul", (Const(float(c)), x)) if x == term:
-                rest = transform(score, {e: Const(0.0)}.get)
-                return (1.0, score) if term in parts(rest) else (c, transform(score, {e: term}.get))
+                factor = c
             case Apply("div", (x, Const(float(c)))) if x == term and c:
-                rest = transform(score, {e: Const(0.0)}.get)
-                return (1.0, score) if term in parts(rest) else (1.0 / c, transform(score, {e: term}.get))
+                factor = 1.0 / c
+            case _:
+                continue
+        alone = term not in parts(substitute(score, {e: Const(0.0)}))
+        return (factor, substitute(score, {e: term})) if alone else (1.0, score)
     return 1.0, score
 
 
@@ -162,8 +164,8 @@ class Blocks:
         lower, upper = edges(self.reach.lower), edges(self.reach.upper)
         first = min(n, max([0, *(least for least, _ in lower)]))
         stop = max(first, min([n, *(greatest for _, greatest in upper)]))
-        inner = max([first, *(greatest for _, greatest in lower)]), min([stop, *(least for least, _ in upper)])
-        return first, stop, range(inner[0], max(inner))
+        inner = min(stop, max([first, *(greatest for _, greatest in lower)]))
+        return first, stop, range(inner, max(inner, min([stop, *(least for least, _ in upper)])))
 
     def _masked(self, logits: Tensor, inner: range, env: Env) -> Tensor:
         """S with -inf at dead keys, in place; keys in `inner` are tested only if a term is no bound."""
@@ -215,7 +217,7 @@ def _flat(x: Tensor, shape: tuple[int, ...]) -> Tensor:
     """Batch axes as one, which has size 1 where nothing depends on them."""
     if x.shape[:-2].numel() == 1:
         return x.reshape(1, *x.shape[-2:])
-    return x.expand(*shape, -1, -1).reshape(-1, *x.shape[-2:])
+    return x.expand(*shape, -1, -1).reshape(math.prod(shape), *x.shape[-2:])
 
 
 def _multiply(a: Tensor, b: Tensor, out: Tensor | None = None) -> Tensor:
