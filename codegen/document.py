@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from fusecomp.codegen.frame import Frame
 from fusecomp.ir.expr import text
-from fusecomp.ir.region import extent
+from fusecomp.ir.region import AttentionRegion, extent
+from fusecomp.planning.tile import TilePlan
 
 
 def kernel_name(frame: Frame, key: str) -> str:
@@ -24,9 +25,8 @@ def kernel_name(frame: Frame, key: str) -> str:
     return "_".join(["attention", *words, sizes, region.products[0].dtype, key[:8]])
 
 
-def document(frame: Frame, name: str) -> list[str]:
+def document(region: AttentionRegion, plan: TilePlan, name: str) -> list[str]:
     """The mathematics, what is read, the plan and its predicted cost, and how to make this file again."""
-    region, plan = frame.region, frame.plan
     shapes = [f"    {o.name:<10} [{', '.join(map(text, o.shape))}]  {o.dtype}" for o in region.operands]
     return [
         *str(region).splitlines(),

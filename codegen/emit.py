@@ -3,14 +3,28 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Mapping
 
 from fusecomp.codegen.base2 import LOG2E
+from fusecomp.codegen.decode import (
+    SPLIT_COUNT,
+    combine_columns,
+    combined_rows,
+    decode_launch,
+    exponents,
+    first_share,
+    load_parts,
+    store_combined,
+    store_parts,
+    without_skipping,
+    zero_accs,
+)
 from fusecomp.codegen.document import document, kernel_name
 from fusecomp.codegen.frame import Frame
 from fusecomp.codegen.launcher import parameters, prefill_launch, unspecialised, wrapped
 from fusecomp.codegen.memory import fixed_loads, query_tiles, tile_pointers
 from fusecomp.codegen.program import batch_axes, columns, edge_loop, full_range, key_range, query_rows, state, store
-from fusecomp.codegen.skeletons import MODULE, PREFILL, fill
+from fusecomp.codegen.skeletons import COMBINE, DECODE, MODULE, PREFILL, fill
 from fusecomp.codegen.source import KernelSource, check, names_read, tidy
 from fusecomp.codegen.tile import edge_tile, full_tile, rescue
 from fusecomp.ir.region import AttentionRegion
@@ -22,18 +36,18 @@ VERSION = 1
 
 def emit(region: AttentionRegion, plan: TilePlan) -> KernelSource:
     """The kernel of `region` under `plan`, as a file that a person can read, run and check."""
-    frame = Frame(region, plan)
     key = kernel_key(region, plan)
+    frame = Frame(without_skipping(region) if plan.skeleton == "decode" else region, plan)
     name = kernel_name(frame, key)
-    kernel, params = prefill(frame)
+    kernels, launcher = decode(frame) if plan.skeleton == "decode" else prefill(frame)
     text = fill(
         MODULE,
         {
-            "document": document(frame, name),
-            "constants": constants(frame, kernel),
-            "kernels": kernel,
+            "document": document(region, plan, name),
+            "constants": constants(frame, kernels),
+            "kernels": kernels,
             "out_axes": ", ".join(region.out_axes),
-            "launcher": prefill_launch(frame, "attention", params),
+            "launcher": launcher,
             "selfcheck": "",
         },
     )
@@ -48,28 +62,56 @@ def kernel_key(region: AttentionRegion, plan: TilePlan) -> str:
 
 
 def prefill(frame: Frame) -> tuple[str, list[str]]:
-    """(text, parameters) of the kernel in which one program walks the keys of one query tile."""
-    holes = {
-        "program": ["program = tl.program_id(0)", *batch_axes(frame, "program")],
+    """(kernel, launcher) where one program walks the keys of one query tile."""
+    program = ["program = tl.program_id(0)", *batch_axes(frame, "program")]
+    holes = {**common(frame), "program": program, "state": state(frame), "rescue": rescue(frame), "store": store(frame)}
+    full_begin = "full_begin" if frame.k_begin != "0" else "0"
+    kernel, params = finished(frame, PREFILL, "attention", {**holes, "full_begin": full_begin})
+    return kernel, prefill_launch(frame, "attention", params)
+
+
+def decode(frame: Frame) -> tuple[str, list[str]]:
+    """(kernels, launcher) where several programs share the keys of one query tile."""
+    begin = state(frame) if frame.sink is None else first_share(state(frame))
+    holes = {**common(frame), "program": batch_axes(frame, "unit"), "state": begin, "store_parts": store_parts(frame)}
+    attention, params = finished(frame, DECODE, "attention", holes)
+    part, row = exponents(frame)
+    combine, combine_params = finished(
+        frame,
+        COMBINE,
+        "combine",
+        {
+            "program": batch_axes(frame, "unit"),
+            "rows": combined_rows(frame),
+            "columns": combine_columns(frame),
+            "accs": zero_accs(frame),
+            "part_exponent": part,
+            "row_exponent": row,
+            "load_parts": load_parts(frame),
+            "store": store_combined(frame),
+        },
+    )
+    launcher = decode_launch(frame, {"attention": params, "combine": combine_params})
+    return "\n\n".join([attention, combine, SPLIT_COUNT.rstrip()]), launcher
+
+
+def common(frame: Frame) -> dict[str, list[str]]:
+    """The holes that both skeletons have, and fill alike."""
+    return {
         "rows": query_rows(frame),
         "columns": columns(frame),
         "fixed": fixed_loads(frame),
         "query": query_tiles(frame),
         "pointers": tile_pointers(frame),
-        "state": state(frame),
         "key_range": key_range(frame),
         "full_range": full_range(frame),
-        "full_begin": "full_begin" if frame.k_begin != "0" else "0",
         "full_tile": full_tile(frame),
         "edge_loop": edge_loop(frame),
         "edge_tile": edge_tile(frame),
-        "rescue": rescue(frame),
-        "store": store(frame),
     }
-    return finished(frame, PREFILL, "attention", holes)
 
 
-def finished(frame: Frame, skeleton: str, name: str, holes: dict[str, str | list[str]]) -> tuple[str, list[str]]:
+def finished(frame: Frame, skeleton: str, name: str, holes: Mapping[str, str | list[str]]) -> tuple[str, list[str]]:
     """The filled skeleton, taking only the parameters that it reads."""
     head, _, body = skeleton.partition("):\n")
     body = tidy("def kernel():\n" + fill(body, holes)).removeprefix("def kernel():\n")
@@ -78,15 +120,17 @@ def finished(frame: Frame, skeleton: str, name: str, holes: dict[str, str | list
     return fill(head, {"sizes": sizes, "name": name, "parameters": wrapped(params, 4)}) + "):\n" + body, params
 
 
-def constants(frame: Frame, kernel: str) -> list[str]:
+def constants(frame: Frame, kernels: str) -> list[str]:
     """The tile and the score's factors, as the kernel names them."""
-    plan, read = frame.plan, names_read(kernel)
+    plan, read = frame.plan, names_read(kernels)
     filled = frame.filled.scale if frame.filled else 1.0
     known = {
         "BLOCK_M": (plan.block_m, "query rows of a tile"),
         "BLOCK_N": (plan.block_n, "keys of a tile"),
         "PACK": (plan.pack, "query heads of one KV head, side by side in the rows of a tile"),
         "Q_ROWS": (frame.rows_per_tile, "queries of a tile"),
+        "ROWS": (frame.rows_per_tile * plan.pack, "rows of a tile that are used"),
+        "SPLITS": (16, "shares that are combined at a time"),
         "LOG2E": (LOG2E, "log2(e)"),
         "SCALE": (frame.exponent.scale, f"log2(e) * {frame.exponent.scale / LOG2E:.9g}"),
         "FILLED_SCALE": (filled, f"log2(e) * {filled / LOG2E:.9g}"),

@@ -74,8 +74,8 @@ def key_range(frame: Frame) -> Lines:
     found = frame.reach
     return [
         *(["q_last = " + _last(frame)] if any(x.slope for x in (*found.lower, *found.upper)) else []),
-        *(_begin(frame) if found.lower else []),
-        *(_end(frame) if found.upper else []),
+        *(_begin(frame) if frame.k_begin == "k_begin" else []),
+        *(_end(frame) if frame.k_end == "k_end" else []),
     ]
 
 
@@ -116,6 +116,8 @@ def _last(frame: Frame) -> str:
 
 def _begin(frame: Frame) -> Lines:
     edges = [_edge(frame, x, greatest=False) for x in frame.reach.lower]
+    if not edges:
+        return ["k_begin = 0"]
     least = _int32(frame, _chain("maximum", [*edges, "0"]), frame.reach.lower)
     return [f"k_begin = {least} // BLOCK_N * BLOCK_N"]
 

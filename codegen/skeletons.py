@@ -59,6 +59,79 @@ def «name»(
     «store»
 """
 
+DECODE = """\
+@triton.jit(do_not_specialize=«sizes»)
+def «name»(
+    «parameters»
+):
+    program = tl.program_id(0)
+    split = program % splits
+    unit = program // splits
+    «program»
+
+    «rows»
+    «columns»
+    «fixed»
+
+    «query»
+    «pointers»
+
+    «state»
+
+    «key_range»
+
+    # This program's share of the keys, in whole tiles
+    share = tl.cdiv(tl.cdiv(k_end - k_begin, BLOCK_N), splits) * BLOCK_N
+    k_begin += split * share
+    k_end = tl.minimum(k_end, k_begin + share)
+    «full_range»
+    for k_start in range(full_begin, full_end, BLOCK_N):
+        «full_tile»
+
+    «edge_loop»
+        «edge_tile»
+
+    # Unnormalised, with what is needed to combine it with the other shares
+    part_row = tl.arange(0, BLOCK_M)
+    part = (tl.cast(unit, tl.int64) * ROWS + part_row) * splits + split
+    tl.store(part_max_ptr + part, row_max, mask=part_row < ROWS)
+    tl.store(part_sum_ptr + part, row_sum, mask=part_row < ROWS)
+    «store_parts»
+"""
+
+COMBINE = """\
+@triton.jit(do_not_specialize=«sizes»)
+def «name»(
+    «parameters»
+):
+    program = tl.program_id(0)
+    unit = program // ROWS
+    row = program % ROWS
+    «program»
+    «rows»
+    «columns»
+
+    row_max = tl.full([1], float("-inf"), tl.float32)
+    row_sum = tl.zeros([1], tl.float32)
+    «accs»
+    for first in range(0, splits, SPLITS):
+        share = first + tl.arange(0, SPLITS)
+        part = tl.cast(program, tl.int64) * splits + share
+        part_max = tl.load(part_max_ptr + part, mask=share < splits, other=float("-inf"))
+        part_sum = tl.load(part_sum_ptr + part, mask=share < splits, other=0.0)
+
+        new_max = tl.maximum(row_max, tl.max(part_max, axis=0))
+        pivot = tl.where(new_max == float("-inf"), 0.0, new_max)
+        weight = tl.exp2(«part_exponent»)
+        rescale = tl.exp2(«row_exponent»)
+        row_sum = row_sum * rescale + tl.sum(part_sum * weight, axis=0)
+        row_max = new_max
+        «load_parts»
+
+    «store»
+"""
+
+
 def fill(skeleton: str, holes: Mapping[str, str | Sequence[str]]) -> str:
     """`skeleton` with every hole filled. A hole alone on its line takes lines, which get its indentation."""
     used: set[str] = set()
