@@ -13,6 +13,10 @@ from fusecomp.planning.device import Device
 from fusecomp.planning.facts import WIDTH, Facts, facts, lengths, value, visits
 
 
+TCGEN05_BARRIERS = 1056
+"""B that a kernel with tcgen05 takes for its barriers and for the address of its tensor memory, at most."""
+
+
 @dataclass(frozen=True)
 class Tile:
     """BLOCK_M x BLOCK_N and its schedule."""
@@ -87,6 +91,7 @@ def compiler(tile: Tile, known: Facts, device: Device) -> dict[str, float]:
     return {
         "WGMMA": int(direct),
         "DOT": int(not tensor),
+        "BARRIERS": TCGEN05_BARRIERS if device.capability >= 100 else 0,
         "MMA_ROWS": native if direct else per_warp,
         "MMA_SHARE": _share(tile, tensor, direct or device.capability < 90, device),
         "SCRATCH": int(not direct and (crosses or not tensor)),

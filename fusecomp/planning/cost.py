@@ -55,7 +55,9 @@ MMA_RATE, SFU_RATE, FMA_RATE, SMEM_RATE, L2_RATE, HBM_RATE, L2, LAUNCH = _symbol
     "MMA SFUS FMAS SMEM L2RATE HBM L2 LAUNCH"
 )
 # Choices that the compiler makes from the above: 1 or 0
-SPLIT, WGMMA, SCRATCH, DOT, MMA_ROWS, MMA_SHARE = _symbols("SPLIT WGMMA SCRATCH DOT MMA_ROWS MMA_SHARE")
+SPLIT, WGMMA, SCRATCH, DOT, BARRIERS, MMA_ROWS, MMA_SHARE = _symbols(
+    "SPLIT WGMMA SCRATCH DOT BARRIERS MMA_ROWS MMA_SHARE"
+)
 SETUP, TILE, WAIT, EXPOSED, SERIAL, FMA_PAIR, SFU_PAIR = _symbols("SETUP TILE WAIT EXPOSED SERIAL FMA_PAIR SFU_PAIR")
 L2_SHARE, L2_USABLE, HBM_LATENCY = _symbols("L2_SHARE L2_USABLE HBM_LATENCY")
 REG_BASE, REG_PAIR, REG_DOT, REG_VECTOR, SMEM_RESERVED = _symbols("REG_BASE REG_PAIR REG_DOT REG_VECTOR SMEM_RESERVED")
@@ -70,8 +72,8 @@ kv_tile = WIDTH * BLOCK_N * (D + DV)
 p_tile = WIDTH * BLOCK_M * BLOCK_N
 buffers = STAGES - 1 + WGMMA
 pipelined = q_tile + buffers * kv_tile + (STAGES - 1) * LOAD * BLOCK_M * BLOCK_N + SCRATCH * p_tile
-unpipelined = q_tile + WIDTH * BLOCK_N * CHUNK + p_tile * Max(SCRATCH, Min(1, LOAD))
-smem = sympy.Piecewise((unpipelined, STAGES < 2), (pipelined, True))
+unpipelined = q_tile + WIDTH * BLOCK_N * CHUNK + p_tile * Max(SCRATCH, Min(1, LOAD), Min(1, Max(0, WIDTH - 2)))
+smem = sympy.Piecewise((unpipelined, STAGES < 2), (pipelined, True)) + BARRIERS
 
 # 32-bit registers of one thread: the float32 accumulator, the score and its probability, the operands of a product that
 # no matrix instruction does, an address for each 16 bytes loaded, the rest
