@@ -265,7 +265,7 @@ def bind(
     interior: tuple[Node, ...], anchor: Node,
 ) -> Match:  # fmt: skip
     """Rename tensors and lengths, so that equal attentions make equal regions, and remember what each name is."""
-    sizes = Lengths(lift, found, names)
+    sizes = Lengths(lift, found, names, interior)
     score_of: dict[Expr, Expr] = {load: Score(t) for t, load in enumerate(products)}
 
     def named(e: Expr) -> Expr:
@@ -331,8 +331,8 @@ def renamed(x: Expr, names: dict[str, str], sizes: Lengths) -> Expr | None:
 class Lengths:
     """Which run-time length is which: letters for the region's axes, and where to read each."""
 
-    def __init__(self, lift: Lift, found: Found, names: dict[str, str]) -> None:
-        self.lift, self.found, self.names = lift, found, names
+    def __init__(self, lift: Lift, found: Found, names: dict[str, str], interior: tuple[Node, ...]) -> None:
+        self.lift, self.found, self.names, self.interior = lift, found, names, frozenset(interior)
         self.letters = {v.name: v.name.upper() for v in found.batch} | {"q_idx": "M", "kv_idx": "N"}
         self.sources: dict[str, SizeSource] = {}
         self.known: dict[Expr, str] = {}
@@ -345,13 +345,7 @@ class Lengths:
 
     def axis(self, found: Found, letter: str) -> SizeSource:
         """The length of one of the product's letters."""
-        size = found.spec.size(letter)
-        if isinstance(size, Const):
-            return int(size.value)
-        for node, axes in ((found.spec.left, found.spec.left_axes), (found.spec.right, found.spec.right_axes)):
-            if letter in axes:
-                return (node, axes.index(letter))
-        return 1
+        return self.find(found.spec.size(letter))
 
     def rename(self, size: Size) -> Expr:
         """A symbol of the shape environment as a length of the region."""
@@ -363,17 +357,17 @@ class Lengths:
             self.sources[name] = self.find(size)
         return Size(self.known[size])
 
-    def find(self, size: Size) -> SizeSource:
-        for read in (self.lift.reads[n] for n in self.names):
-            for i, s in enumerate(shape(read.node)):
-                if s == size:
-                    return (read.node, i)
-        for node in self.lift.facts.graph.nodes:
-            if node.op == "placeholder" and isinstance(value(node), torch.Tensor):
-                for i, s in enumerate(shape(node)):
-                    if s == size:
-                        return (node, i)
-        raise Decline(f"the length {size} is no axis of any input", None)
+    def find(self, size: Expr) -> SizeSource:
+        """Where a length can be read without keeping the scores alive: off an operand, or off what was there before."""
+        if isinstance(size, Const):
+            return int(size.value)
+        held = [self.lift.reads[n].node for n in self.names]
+        for node in [*held, *self.lift.facts.graph.nodes]:
+            if node is self.found.output:
+                break
+            if isinstance(value(node), torch.Tensor) and node not in self.interior and size in (s := shape(node)):
+                return (node, s.index(size))
+        raise Decline(f"the length {size} is no axis of any tensor")
 
     def source(self, name: str) -> SizeSource:
         return self.sources[name]

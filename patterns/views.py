@@ -16,7 +16,9 @@ from fusecomp.patterns.lift import Index, Lift, argument, axis, broadcast, rule
 PRIMES = (2, 3, 5, 7, 11, 13, 17)
 
 
-@rule("contiguous", "clone", "detach", "alias", "lift_fresh_copy", "lift_fresh", "lift", "positive", "detach_copy", moves=True)
+@rule("contiguous", "clone", "detach", "detach_", "alias",
+       "lift_fresh_copy", "lift_fresh", "lift", "positive", "detach_copy",
+      moves=True)  # fmt: skip
 def same(lift: Lift, node: Node, index: Index) -> Expr:
     """y[i] = x[i]"""
     return lift.lift(node.args[0], index)
@@ -43,7 +45,8 @@ def unravel(index: Index, outer: Sequence[Expr], inner: Sequence[Expr]) -> Index
     return tuple(reversed(found))
 
 
-@rule("transpose", "permute", "t", "numpy_T", "mT", "matrix_H", "movedim", "moveaxis", "swapaxes", "swapdims", moves=True)
+@rule("transpose", "permute", "t", "numpy_T", "mT", "matrix_H", "movedim", "moveaxis", "swapaxes", "swapdims",
+      moves=True)  # fmt: skip
 def permuted(lift: Lift, node: Node, index: Index) -> Expr:
     """y[i] = x[i permuted]: the permutation is read off a toy tensor whose axes have different lengths."""
     rank = len(index)

@@ -93,8 +93,8 @@ def storage(node: Node) -> int | None:
 
 
 def written_arguments(node: Node) -> list[Node]:
-    """The tensor arguments that a node writes into."""
-    if not isinstance(node.target, torch._ops.OpOverload):
+    """The tensor arguments that a node writes into (`detach_` changes no value)."""
+    if not isinstance(node.target, torch._ops.OpOverload) or op_name(node) == "detach_":
         return []
     found = []
     for i, argument in enumerate(node.target._schema.arguments):

@@ -10,7 +10,9 @@ import torch
 from torch import Tensor
 from torch.fx import Node
 
+from fusecomp.graph.facts import op_name
 from fusecomp.patterns.build import Match
+from fusecomp.patterns.contraction import READERS
 
 
 def run_original(match: Match, inputs: Sequence[Tensor], dtype: torch.dtype | None = None) -> Tensor:
@@ -24,7 +26,9 @@ def run_original(match: Match, inputs: Sequence[Tensor], dtype: torch.dtype | No
 
     def value(node: Node) -> Any:
         if node not in env:
-            env[node] = call(node) if computed(node) else stand_in(node.meta.get("val"), dtype, device)
+            env[node] = call(node) if computed(node) else _as(constant(node), dtype)
+            if env[node] is None:
+                env[node] = stand_in(node.meta.get("val"), dtype, device)
         return env[node]
 
     def computed(node: Node) -> bool:
@@ -34,6 +38,10 @@ def run_original(match: Match, inputs: Sequence[Tensor], dtype: torch.dtype | No
     def call(node: Node) -> Any:
         args = torch.fx.map_arg(node.args, value)
         kwargs = torch.fx.map_arg(node.kwargs, value)
+        if dtype is None and op_name(node) in MIXED:
+            args = _in_dtype(args, node.meta["val"].dtype)
+        if op_name(node) == "detach_":
+            return args[0].detach()
         return node.target(*_retyped(args, dtype, node), **_retyped(kwargs, dtype, node))  # type: ignore[operator]
 
     stack = [match.output]
@@ -45,6 +53,22 @@ def run_original(match: Match, inputs: Sequence[Tensor], dtype: torch.dtype | No
         else:
             value(stack.pop())
     return env[match.output]
+
+
+MIXED = {*READERS, "softmax", "log_softmax"}
+"""Operations that autocast runs in another dtype than their arguments': the recorded dtype of the result tells."""
+
+
+def _in_dtype(args: Any, dtype: torch.dtype) -> Any:
+    """Floating-point tensors in the dtype that autocast had them in."""
+    return torch.utils._pytree.tree_map(lambda x: _as(x, dtype), args)
+
+
+def constant(node: Node) -> Any:
+    """The value of a get_attr node; None for any other."""
+    if node.op != "get_attr":
+        return None
+    return getattr(node.graph.owning_module, str(node.target), None)
 
 
 def stand_in(val: Any, dtype: torch.dtype | None, device: torch.device) -> Any:
