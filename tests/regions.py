@@ -6,7 +6,7 @@ Operands are q [*batch, M, D], k [*batch, N, D], v [*batch, N, Dv], then load0, 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -72,6 +72,15 @@ scaled_score = times(score, 0.25)
 """At D = 16."""
 causal = apply("ge", q_idx, kv_idx)
 age = apply("sub", q_idx, kv_idx)
+
+
+def blhd() -> AttentionRegion:
+    """Scaled attention with operands and output in [B, L, H, D]."""
+    r, p = attention(scaled_score), (0, 2, 1, 3)
+    flip = [replace(o, shape=tuple(o.shape[i] for i in p)) for o in r.operands]
+    q, k, v = (replace(a, index=tuple(a.index[i] for i in p)) for a in (r.products[0].q, r.products[0].k, r.v))
+    product = replace(r.products[0], q=q, k=k)
+    return replace(r, operands=tuple(flip), products=(product,), v=v, out_axes=("b", "q_idx", "h", "dv"))
 
 
 def filled(fill: float, keep: Expr) -> dict[str, Any]:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -25,6 +24,7 @@ from regions import (
     age,
     attention,
     b,
+    blhd,
     causal,
     filled,
     g,
@@ -109,17 +109,7 @@ def windows_5d(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return scores(q, k).softmax(-1) @ v
 
 
-def _bqhd() -> AttentionRegion:
-    """Operands and output in [B, L, H, D]; the output's dimensions are (b, q_idx, h, dv)."""
-    r = attention(scaled_score)
-    flip = [replace(o, shape=tuple(o.shape[i] for i in (0, 2, 1, 3))) for o in r.operands]
-    reads = [replace(a, index=tuple(a.index[i] for i in (0, 2, 1, 3))) for a in (r.products[0].q, r.products[0].k, r.v)]
-    product = replace(r.products[0], q=reads[0], k=reads[1])
-    axes = ("b", "q_idx", "h", "dv")
-    return replace(r, operands=tuple(flip), products=(product,), v=reads[2], out_axes=axes)
-
-
-@variant(lambda draw: [x.transpose(1, 2).contiguous() for x in draw.qkv()], _bqhd())
+@variant(lambda draw: [x.transpose(1, 2).contiguous() for x in draw.qkv()], blhd())
 def einsum_bqhd(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     s = torch.einsum("bqhd,bkhd->bhqk", q, k) * q.shape[-1] ** -0.5
     return torch.einsum("bhqk,bkhd->bqhd", s.softmax(-1), v)
@@ -218,6 +208,8 @@ def bias(q: Tensor, k: Tensor, v: Tensor, table: Tensor) -> Tensor:
 
 
 _mask, _mask_load = load(0, q_idx, kv_idx, dtype="bool"), [((M, N), "bool")]
+_zero = attention(scaled_score, _mask, loads=_mask_load, empty_row="zero")
+_mean = attention(scaled_score, _mask, loads=_mask_load, **filled(MIN, _mask))
 
 
 @variant(lambda draw: (*draw.qkv(), some_keys(draw)), attention(scaled_score, _mask, loads=_mask_load))
@@ -230,15 +222,9 @@ def dead_row_nan(q: Tensor, k: Tensor, v: Tensor, keep: Tensor) -> Tensor:
     return scores(q, k).masked_fill(~keep, -INF).softmax(-1) @ v
 
 
-_zero = attention(scaled_score, _mask, loads=_mask_load, empty_row="zero")
-
-
 @variant(lambda draw: (*draw.qkv(), some_keys(draw, 3)), _zero)
 def dead_row_zero(q: Tensor, k: Tensor, v: Tensor, keep: Tensor) -> Tensor:
     return torch.nan_to_num(scores(q, k).masked_fill(~keep, -INF).softmax(-1)) @ v
-
-
-_mean = attention(scaled_score, _mask, loads=_mask_load, **filled(MIN, _mask))
 
 
 @variant(lambda draw: (*draw.qkv(), some_keys(draw, 3)), _mean)
@@ -251,15 +237,13 @@ _short = apply("lt", kv_idx, load(0, b, dtype="int64"))
 
 
 _unpadded = attention(scaled_score, _short, loads=[((B,), "int64")])
+_padded = attention(scaled_score, _short, loads=[((B,), "int64")], **filled(-1e9, _short))
 
 
 @variant(lambda draw: (*draw.qkv(), torch.tensor([53, 17])), _unpadded)
 def key_lengths(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor) -> Tensor:
     dead = torch.arange(k.shape[-2]) >= lengths[:, None]
     return scores(q, k).masked_fill(dead[:, None, None, :], -INF).softmax(-1) @ v
-
-
-_padded = attention(scaled_score, _short, loads=[((B,), "int64")], **filled(-1e9, _short))
 
 
 @variant(lambda draw: (*draw.qkv(), torch.tensor([0, 17])), _padded)
