@@ -95,7 +95,7 @@ def skeleton(region: AttentionRegion, sizes: Mapping[str, int]) -> str:
 
 
 def candidates(launch: Launch) -> Iterator[Tile]:
-    """Every tile worth costing: as tall as a packed group, no taller than the rows, eight warps where they have work."""
+    """Every tile worth costing: a packed group fits in it, it is no taller than the rows, eight warps have work."""
     pack = packed(launch.known.group) if launch.decode and launch.known.packs else 1
     tallest = max(16, power(launch.at.m * pack))
     for block_m, block_n, warps, stages in product(SIDES, SIDES, (4, 8), (1, 2, 3, 4)):
