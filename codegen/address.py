@@ -12,11 +12,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from fusecomp.codegen.printer import Names, triton_text
 from fusecomp.errors import KernelError
 from fusecomp.ir.algebra import Monomial, Poly, apply, from_poly, poly, substitute
 from fusecomp.ir.expr import Const, Expr, Load, Size, Var, parts, variables
-
-from fusecomp.codegen.printer import Names, triton_text
 
 
 def stride(operand: str, dim: int) -> Size:

@@ -51,10 +51,10 @@ def _has_inner_constant(e: Expr) -> bool:
 def peel(e: Expr) -> tuple[Expr, float]:
     """(x, c) with e = c x and c > 0."""
     match e:
-        case Apply("mul", (x, Const(c))) | Apply("mul", (Const(c), x)) if c > 0 and math.isfinite(c) and kind(x) == "float":
+        case Apply("mul", (x, Const(c))) | Apply("mul", (Const(c), x)) if 0 < c < math.inf and kind(x) == "float":
             core, scale = peel(x)
             return core, scale * float(c)
-        case Apply("div", (x, Const(c))) if c > 0 and math.isfinite(c) and kind(x) == "float":
+        case Apply("div", (x, Const(c))) if 0 < c < math.inf and kind(x) == "float":
             core, scale = peel(x)
             return core, scale / float(c)
     return e, 1.0

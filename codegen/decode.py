@@ -99,7 +99,7 @@ def decode_launch(frame: Frame, kernels: dict[str, list[str]]) -> Lines:
     n = triton_text(frame.kv_idx.size, frame.names)
     scratch = {"acc": f"units * ROWS.value * splits * {width(frame)}", "max": "units * ROWS.value * splits"}
     return [
-        *unpacked(frame),
+        *unpacked(frame.region),
         f"units = {units(frame)}",
         f"splits = split_count(units, triton.cdiv({n}, BLOCK_N.value), out.device)",
         *(f"part_{x} = torch.empty({scratch[x]}, dtype=torch.float32, device=out.device)" for x in ("acc", "max")),

@@ -24,6 +24,7 @@ from fusecomp.codegen.frame import Frame
 from fusecomp.codegen.launcher import parameters, prefill_launch, unspecialised, wrapped
 from fusecomp.codegen.memory import fixed_loads, query_tiles, tile_pointers
 from fusecomp.codegen.program import batch_axes, columns, edge_loop, full_range, key_range, query_rows, state, store
+from fusecomp.codegen.selfcheck import selfcheck
 from fusecomp.codegen.skeletons import COMBINE, DECODE, MODULE, PREFILL, fill
 from fusecomp.codegen.source import KernelSource, check, names_read, tidy
 from fusecomp.codegen.tile import edge_tile, full_tile, rescue
@@ -43,22 +44,22 @@ def emit(region: AttentionRegion, plan: TilePlan) -> KernelSource:
     text = fill(
         MODULE,
         {
-            "document": document(region, plan, name),
+            "document": document(region, plan, key),
             "constants": constants(frame, kernels),
             "kernels": kernels,
             "out_axes": ", ".join(region.out_axes),
             "launcher": launcher,
-            "selfcheck": "",
+            "selfcheck": selfcheck(region),
         },
     )
     check(name, text)
-    return KernelSource(name, text, key, plan, str(region))
+    return KernelSource(name, text, key, plan, region)
 
 
 def kernel_key(region: AttentionRegion, plan: TilePlan) -> str:
     """A hash of what decides the kernel's text: the region's meaning, the tile, the generator."""
-    tile = (plan.skeleton, plan.block_m, plan.block_n, plan.d_chunks, plan.dv_chunks, plan.warps, plan.stages, plan.pack)
-    return hashlib.sha256(repr((VERSION, region.key, tile)).encode()).hexdigest()[:16]
+    tile = (plan.block_m, plan.block_n, plan.d_chunks, plan.dv_chunks, plan.warps, plan.stages, plan.pack)
+    return hashlib.sha256(repr((VERSION, region.key, plan.skeleton, tile)).encode()).hexdigest()[:16]
 
 
 def prefill(frame: Frame) -> tuple[str, list[str]]:

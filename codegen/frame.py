@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from fusecomp.codegen.base2 import Exponent, exponent
+from fusecomp.codegen.cheaper import cheaper
 from fusecomp.codegen.printer import Names
 from fusecomp.codegen.values import Values, address_values, element_values
 from fusecomp.ir.algebra import apply, is_natural, substitute
@@ -106,7 +107,7 @@ class Frame:
 
     @cached_property
     def score(self) -> Expr:
-        return self.packed(merged(self.region.score))
+        return self.packed(cheaper(merged(self.region.score)))
 
     @cached_property
     def summed(self) -> bool:
@@ -121,7 +122,7 @@ class Frame:
     def filled(self) -> Exponent | None:
         """The same for the second pass over rows that see no key; None where no row needs it."""
         e = self.region.filled_score
-        return exponent(self.packed(merged(e, self.summed)), self.moving) if e is not None else None
+        return exponent(self.packed(cheaper(merged(e, self.summed))), self.moving) if e is not None else None
 
     @cached_property
     def weight(self) -> Expr | None:
@@ -249,11 +250,14 @@ def _reaches_key_0(bound: Bound) -> bool:
 
 
 def _may_be_minus_inf(e: Expr) -> bool:
+    """Whether finite scores may become -inf here: by a constant, a bias, or an overflow of half precision."""
     match e:
-        case Load(_, _, dtype) | Cast(_, dtype):
-            return dtype_kind(dtype) == "float" and dtype != "float32" or isinstance(e, Load)
+        case Load(_, _, dtype):
+            return dtype_kind(dtype) == "float"
+        case Cast(_, dtype):
+            return dtype == "float16"
         case Const(value):
             return value == float("-inf")
         case Apply(op, _):
-            return op in ("div", "log", "log2", "exp", "exp2")
+            return op in ("log", "log2")
     return False

@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from fusecomp.codegen.frame import Frame
 from fusecomp.codegen.printer import triton_text
 from fusecomp.ir.expr import Expr
+from fusecomp.ir.region import AttentionRegion
 
 Lines = list[str]
 
@@ -46,11 +47,11 @@ def wrapped(items: Iterable[str], indent: int = 0, width: int = 100) -> Lines:
     return lines
 
 
-def unpacked(frame: Frame) -> Lines:
-    """The launcher's tensors and lengths by name."""
-    operands = ", ".join(o.name for o in frame.region.operands)
-    lines = [f"{operands}{',' * (len(frame.region.operands) == 1)} = tensors"]
-    sizes = frame.region.sizes
+def unpacked(region: AttentionRegion) -> Lines:
+    """The tensors and lengths by name."""
+    operands = ", ".join(o.name for o in region.operands)
+    lines = [f"{operands}{',' * (len(region.operands) == 1)} = tensors"]
+    sizes = region.sizes
     return [*lines, *([f"{', '.join(sizes)}{',' * (len(sizes) == 1)} = sizes"] if sizes else [])]
 
 
@@ -75,4 +76,4 @@ def call(kernel: str, grid: str, params: list[str], frame: Frame, warps: int = 0
 
 def prefill_launch(frame: Frame, kernel: str, params: list[str]) -> Lines:
     """A program for each query tile of each head."""
-    return [*unpacked(frame), *call(kernel, units(frame), params, frame)]
+    return [*unpacked(frame.region), *call(kernel, units(frame), params, frame)]

@@ -126,7 +126,7 @@ def _chunk(c: Chunk) -> str:
 def _key_address(frame: Frame, a: Access, d: Var) -> Address:
     found = address(a.operand, _only(frame, a, frame.kv_idx, d), frame.moving, frozenset({frame.kv_idx.name}))
     if any(d.name in variables(f) for monomial in found.rows for f in monomial):
-        raise KernelError(f"{a} mixes {frame.kv_idx.name} and {d.name} in one coordinate; no kernel reads an operand so")
+        raise KernelError(f"{a} mixes {frame.kv_idx.name} and {d.name} in one coordinate: no kernel reads so")
     return found
 
 

@@ -1,19 +1,21 @@
-"""Scalar expressions as Triton text, with only the parentheses that Python's precedence asks for."""
+"""Scalar expressions as Triton text, with only the parentheses that precedence asks for; or as PyTorch text."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from fusecomp.errors import KernelError
-from fusecomp.ir.expr import Apply, Cast, Const, Expr, Load, Score, Size, Var, kind, variables
+from fusecomp.ir.expr import Apply, Cast, Const, Expr, Load, Score, Size, Var, dtype_kind, kind, variables
 from fusecomp.ir.primitives import ATOM, COMPARE, PLUS, TIMES, UNARY
 
 BIT_AND, BIT_XOR, BIT_OR, TEST = 5, 6, 7, 8
 """Where Python puts `&`, `^`, `|` and the comparisons: looser than `+`, and the comparisons loosest."""
 
 LEVEL = {"and": BIT_AND, "xor": BIT_XOR, "or": BIT_OR, "not": UNARY, "where": ATOM, "tanh": PLUS, "isnan": TEST}
+TEMPLATES = {"tanh": "2.0 * tl.sigmoid(2.0 * {0}) - 1.0", "isnan": "{0} != {0}"}
+"""Triton texts without the parentheses that the table's, which know no context, need."""
 FLOAT_MAX = 3.4028234663852886e38
 
 DTYPES = {
@@ -30,8 +32,11 @@ class Names:
     floats: Mapping[Expr, str] = field(default_factory=dict)
     """Indices that the kernel also holds as float32: in float arithmetic they save a conversion per element."""
 
+    torch: bool = False
+    """Whether the text is PyTorch rather than Triton."""
+
     def having(self, values: Mapping[Expr, str]) -> Names:
-        return Names({**self.values, **values}, self.floats)
+        return replace(self, values={**self.values, **values})
 
 
 def triton_dtype(dtype: str) -> str:
@@ -42,7 +47,7 @@ def triton_dtype(dtype: str) -> str:
 
 
 def triton_text(e: Expr, names: Names) -> str:
-    """`e` as Triton text."""
+    """`e` as text in the names' language."""
     return show(e, names)[0]
 
 
@@ -59,6 +64,9 @@ def show(e: Expr, names: Names) -> tuple[str, int]:
             return _cast(x, dtype, names), ATOM
         case Apply():
             return _apply(e, names)
+        case Load(tensor, index, dtype) if names.torch:
+            body = f"{tensor}[{', '.join(triton_text(x, names) for x in index)}]"
+            return body + (".float()" if dtype_kind(dtype) == "float" and dtype != "float64" else ""), ATOM
         case Score() | Load():
             raise KernelError(f"{e} has no value at this place of the kernel")
     raise KernelError(f"{e} cannot be computed inside a kernel")
@@ -79,12 +87,10 @@ def literal(value: bool | int | float) -> str:
 
 def _apply(e: Apply, names: Names) -> tuple[str, int]:
     primitive = e.primitive
-    template = primitive.triton or primitive.text
-    if e.op == "tanh":
-        template = "2.0 * tl.sigmoid(2.0 * {0}) - 1.0"
-    if e.op == "isnan":
-        template = "{0} != {0}"
+    template = (primitive.torch_text if names.torch else TEMPLATES.get(e.op, primitive.triton)) or primitive.text
     level = TEST if primitive.level == COMPARE else LEVEL.get(e.op, primitive.level)
+    if names.torch and template.endswith(")"):
+        level = ATOM
     float_wanted = any(kind(x) == "float" for x in e.operands) or (primitive.kind == "float")
     shown = [_operand(x, place, e, level, names, float_wanted) for place, x in enumerate(e.operands)]
     return template.format(*shown), level
@@ -92,7 +98,9 @@ def _apply(e: Apply, names: Names) -> tuple[str, int]:
 
 def _operand(x: Expr, place: int, parent: Apply, level: int, names: Names, float_wanted: bool) -> str:
     body, inner = as_float(x, names) if float_wanted and kind(x) == "int" else show(x, names)
-    if parent.primitive.sfu and parent.op != "div" and kind(x) != "float":
+    if names.torch and parent.op in ("max", "min") and isinstance(x, Const):
+        return f"torch.tensor({body})"
+    if not names.torch and parent.primitive.sfu and parent.op != "div" and kind(x) != "float":
         body, inner = f"({body}).to(tl.float32)" if inner else f"{body}.to(tl.float32)", ATOM
     inside = TIMES if parent.op == "tanh" else level
     loose = inner > inside or (inner == inside and (place > 0 or level == TEST or parent.op == "tanh"))
@@ -102,9 +110,9 @@ def _operand(x: Expr, place: int, parent: Apply, level: int, names: Names, float
 def as_float(x: Expr, names: Names) -> tuple[str, int]:
     """An integer expression inside float arithmetic: sums of indices are taken from their float32 copies."""
     known = {v.name for v in names.floats if isinstance(v, Var)}
-    if not (variables(x) & known) or x in names.values and x not in names.floats or not _is_sum(x):
+    if not (variables(x) & known) or (x in names.values and x not in names.floats) or not _is_sum(x):
         return show(x, names)
-    return show(x, Names({**names.values, **names.floats}))
+    return show(x, names.having(names.floats))
 
 
 def _is_sum(x: Expr) -> bool:
@@ -125,5 +133,8 @@ def _cast(x: Expr, dtype: str, names: Names) -> str:
     body = body if level == ATOM else f"({body})"
     if exact and variables(x) & {v.name for v in names.floats if isinstance(v, Var)} and _is_sum(x):
         return body
+    if names.torch:
+        kept = ".float()" if dtype in ("float16", "bfloat16", "float8_e4m3fn", "float8_e5m2") else ""
+        return f"{body}.to(torch.{dtype}){kept}"
     back = ".to(tl.float32)" if dtype in ("float16", "bfloat16", "float8_e4m3fn", "float8_e5m2") else ""
     return f"{body}.to({triton_dtype(dtype)}){back}"

@@ -156,7 +156,7 @@ def _chain(op: str, texts: list[str]) -> str:
 def _int32(frame: Frame, body: str, bounds: tuple[Bound, ...]) -> str:
     """Key positions are int32; a bound read from an int64 tensor, or computed from a batch index, is not."""
     wide = any(
-        isinstance(x, Load) and x.dtype == "int64" or isinstance(x, Var) and x.name in frame.batch_names
+        (isinstance(x, Load) and x.dtype == "int64") or (isinstance(x, Var) and x.name in frame.batch_names)
         for bound in bounds
         for x in parts(bound.edge)
     )

@@ -1,4 +1,4 @@
-"""The kernels as pages with named holes. A skeleton holds no conditional: another loop structure is another skeleton."""
+"""The kernels as pages with named holes. No skeleton holds a conditional: another loop structure is another one."""
 
 from __future__ import annotations
 

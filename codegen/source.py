@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from fusecomp.codegen.wrap import wrapped_lines
 from fusecomp.errors import KernelError
+from fusecomp.ir.region import AttentionRegion
 from fusecomp.planning.tile import TilePlan
 
 WIDTH = 120
@@ -25,8 +26,12 @@ class KernelSource:
     key: str
     """A hash of region, plan and generator."""
     plan: TilePlan
-    region_text: str
-    """The mathematics: str(region)."""
+    region: AttentionRegion
+
+    @property
+    def region_text(self) -> str:
+        """The mathematics."""
+        return str(self.region)
 
 
 def tidy(kernel: str) -> str:
@@ -54,7 +59,7 @@ def names_read(kernel: str) -> frozenset[str]:
 
 
 def check(name: str, text: str) -> None:
-    """Raise KernelError unless the text parses, defines what it reads, uses its kernels' parameters and fits the page."""
+    """Raise KernelError unless the text parses, defines what it reads, uses its parameters and fits the page."""
     try:
         tree = ast.parse(text)
     except SyntaxError as error:

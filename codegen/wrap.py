@@ -1,4 +1,4 @@
-"""Long lines, broken as a formatter breaks them: at the commas of the last bracket, else before the loosest operator."""
+"""Long lines, broken as a formatter does: at the commas of the widest bracket, else before the loosest operator."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def wrapped_lines(text: str) -> str:
 
 
 def _wrap(line: str) -> list[str]:
-    code, comment = (line.split("  # ", 1) + [""])[:2] if "  # " in line else (line, "")
+    code, _, comment = line.partition("  # ")
     if len(line) <= WIDTH or line.lstrip().startswith("#"):
         return [line]
     indent = line[: len(line) - len(line.lstrip())]
@@ -26,8 +26,8 @@ def _broken(line: str) -> list[str] | None:
     """The line in several, or None where it has no place to break."""
     indent = line[: len(line) - len(line.lstrip())]
     inner = indent + "    "
-    found = _last_bracket(line)
-    if found:
+    found = _widest_bracket(line)
+    if found and found[1] - found[0] > len(line) // 2:
         opened, closed = found
         items = list(_split(line[opened + 1 : closed], ", "))
         if len(items) > 1:
@@ -51,17 +51,17 @@ def _wrap_item(item: str) -> list[str]:
     return [*(indent + term for term in terms[:-1]), f"{indent}{terms[-1]},"]
 
 
-def _last_bracket(line: str) -> tuple[int, int] | None:
-    """(open, close) of the outermost bracket that ends the line."""
-    end = len(line.rstrip(",")) - 1
-    if end < 0 or line[end] not in ")":
-        return None
-    depth = 0
-    for i in range(end, -1, -1):
-        depth += (line[i] in ")]}") - (line[i] in "([{")
-        if depth == 0:
-            return i, end
-    return None
+def _widest_bracket(line: str) -> tuple[int, int] | None:
+    """(open, close) of the outermost brackets that hold most."""
+    found: list[tuple[int, int]] = []
+    stack: list[int] = []
+    for i, character in enumerate(line):
+        if character in "([{":
+            stack.append(i)
+        elif character in ")]}" and stack:
+            opened = stack.pop()
+            found += [(opened, i)] if not stack else []
+    return max(found, key=lambda span: span[1] - span[0], default=None)
 
 
 def _terms(text: str) -> list[str] | None:
