@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import os
 import platform
+import re
 from collections.abc import Iterator, Mapping
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -17,6 +18,9 @@ from fusecomp.planning.tile import TilePlan
 from fusecomp.report import Report, cost_text, plan_text, size
 from fusecomp.settings import cache_dir, environment
 from fusecomp.target import Target
+
+if TYPE_CHECKING:
+    from fusecomp.codegen.source import KernelSource
 
 STAGES = ("graph", "region", "plan", "kernel", "ptx")
 PACKAGES = ("fusecomp", "torch", "triton", "numpy", "sympy", "networkx", "transformers")
@@ -42,9 +46,10 @@ def stage(report: Report, until: str, device: Device) -> Iterator[str]:
     for group in report.groups():
         entry = group[0]
         alike = f", {len(group)} alike" if len(group) > 1 else ""
-        yield f"# {entry.where}{alike}: {entry.source.strip()}"
+        comment = "//" if until == "ptx" else "#"
+        yield f"{comment} {entry.where}{alike}: {entry.source.strip()}"
         if entry.region is None:
-            yield f"# {entry.status}: {entry.reason}\n"
+            yield f"{comment} {entry.status}: {entry.reason}\n"
         else:
             yield f"{_made(entry.region, entry.sizes, until, device)}\n"
 
@@ -62,9 +67,24 @@ def _made(region: AttentionRegion, sizes: Mapping[str, int], until: str, device:
     source = emit(region, tiles)
     if until == "kernel":
         return source.text
+    return _machine_code(source, device)
+
+
+def _machine_code(source: KernelSource, device: Device) -> str:
+    """Every kernel of the file, compiled for `device`: what it takes, and its assembly. No GPU is needed."""
     from fusecomp.codegen.compiled import cross_compile
 
-    return str(cross_compile(source, device.arch))
+    kernels = re.findall(r"^@triton\.jit.*\ndef (\w+)\(", source.text, re.MULTILINE)
+    made = {name: cross_compile(source, device.capability or device.arch, name) for name in kernels}
+    return "\n".join(
+        f"// {source.name}: {name} for {device.arch}: {m.shared} B of shared memory, "
+        f"{_known(m.registers)} registers, {_known(m.spills)} B spilled\n{m.ptx}"
+        for name, m in made.items()
+    )
+
+
+def _known(count: int | None) -> str:
+    return "unknown" if count is None else str(count)
 
 
 def _plan(plan: TilePlan, sizes: Mapping[str, int]) -> Iterator[str]:
