@@ -172,13 +172,13 @@ class Report:
 def _heading(group: tuple[Entry, ...]) -> Text:
     """ "#0-31  fused  model.py:18  (32 alike)"."""
     alike = f"  ({len(group)} alike)" if len(group) > 1 else ""
-    where = _short(group[0].where) or "source line unknown"
+    where = short_path(group[0].where) or "source line unknown"
     status = group[0].status
     number = f"#{_runs([e.index for e in group])}"
     return Text.assemble((number, "bold"), "  ", (status, STYLES.get(status, "")), "  ", where, alike)
 
 
-def _short(where: str) -> str:
+def short_path(where: str) -> str:
     """The path from the current folder, or from site-packages: what a person would call the file."""
     for root in (f"{Path.cwd()}/", "site-packages/"):
         _, found, rest = where.rpartition(root)

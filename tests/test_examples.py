@@ -40,3 +40,14 @@ def test_every_example_has_a_docstring_and_a_main_and_is_run(path: Path) -> None
     assert f"python examples/{path.name}" in (ast.get_docstring(tree) or "")
     assert "main" in {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}
     assert path.name in {file for file, _, _ in RUNS.values()}
+
+
+def test_the_readme_example_is_what_it_says() -> None:
+    readme = (EXAMPLES.parent / "README.md").read_text()
+    block = readme.split("```python\n")[1].split("```")[0]
+    program = f"{block}\nimport fusecomp\nargs = [torch.randn(2, 3, n, 16) for n in (37, 37, 37)]\n"
+    program += "assert len(fusecomp.explain(attention, *args).fused) == 1\n"
+    fast = 'torch.compile(attention, backend="fusecomp", options={"inner": "eager"})'
+    program += f"torch.testing.assert_close({fast}(*args), attention(*args))\n"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
