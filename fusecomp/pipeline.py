@@ -31,8 +31,9 @@ from fusecomp.planning.plan import plan
 from fusecomp.planning.tile import TilePlan
 from fusecomp.report import Entry
 from fusecomp.running import cache, cpu
-load = None
+from fusecomp.running.loader import load
 from fusecomp.running.operator import Kernel, Launch, register
+from fusecomp.running.subgraph import seen
 from fusecomp.running.substitute import substitute
 from fusecomp.running.verify import Verdict, verify
 from fusecomp.settings import Options
@@ -158,12 +159,7 @@ def real_tensors() -> Any:
 
 def seen_sizes(match: Match) -> dict[str, int]:
     """The lengths of this graph, symbolic ones at the size they were seen with."""
-    from fusecomp.running.subgraph import concrete
-
-    return {
-        name: source if isinstance(source, int) else int(concrete(source[0].meta["val"].shape[source[1]]))
-        for name, source in match.sizes.items()
-    }
+    return {name: seen(source) for name, source in match.sizes.items()}
 
 
 def described(entry: Entry, lowered: Lowered) -> Entry:

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 import torch
 from torch.fx import Node
 
-from fusecomp.graph.facts import dtype, op_name, place, shape, storage, value, written_arguments
+from fusecomp.graph.facts import dtype, op_name, place, shape, size_expr, storage, value, written_arguments
 from fusecomp.ir.algebra import ZERO, const
-from fusecomp.ir.expr import Const, Expr, Load, Reduce, Score, Size, Var, parts, transform, variables
+from fusecomp.ir.expr import Cast, Const, Expr, Load, Reduce, Score, Size, Var, parts, transform, variables
 from fusecomp.ir.region import Access, AttentionRegion, Operand, Product
 from fusecomp.patterns.contraction import Contraction
 from fusecomp.patterns.lift import Decline, Lift
@@ -18,8 +18,8 @@ from fusecomp.patterns.masks import Masked, sees_a_key, sees_nothing, split
 from fusecomp.patterns.operands import operand
 from fusecomp.patterns.weights import Weights
 
-SizeSource = int | tuple[Node, int]
-"""A run-time length: a number, or an axis of a tensor node."""
+SizeSource = int | Node | tuple[Node, int]
+"""A run-time length: a number, a node that is one, or an axis of a tensor node."""
 HALF_OR_SINGLE = ("bfloat16", "float16", "float32")
 MOST_D = 576
 
@@ -365,9 +365,11 @@ class Lengths:
         for node in [*held, *self.lift.facts.graph.nodes]:
             if node is self.found.output:
                 break
+            if isinstance(value(node), torch.SymInt) and size_expr(value(node)) in (size, Cast(size, "int64")):
+                return node
             if isinstance(value(node), torch.Tensor) and node not in self.interior and size in (s := shape(node)):
                 return (node, s.index(size))
-        raise Decline(f"the length {size} is no axis of any tensor")
+        raise Decline(f"the length {size} can be read off no tensor")
 
     def source(self, name: str) -> SizeSource:
         return self.sources[name]

@@ -39,8 +39,9 @@ def unravel(index: Index, outer: Sequence[Expr], inner: Sequence[Expr]) -> Index
     for i, size in zip(index, outer, strict=True):
         flat = flat if size == const(1) else apply("add", apply("mul", flat, size), i)
     found: list[Expr] = []
+    first = next((k for k, size in enumerate(inner) if size != const(1)), 0)
     for place, size in reversed(list(enumerate(inner))):
-        found.append(ZERO if size == const(1) else flat if place == 0 else apply("mod", flat, size))
+        found.append(ZERO if size == const(1) else flat if place == first else apply("mod", flat, size))
         flat = apply("floordiv", flat, size)
     return tuple(reversed(found))
 

@@ -13,7 +13,7 @@ import torch
 from torch.fx import Graph, Node
 
 from fusecomp.ir.algebra import apply, const
-from fusecomp.ir.expr import Const, Expr, Size
+from fusecomp.ir.expr import Cast, Const, Expr, Size
 
 
 @dataclass(frozen=True)
@@ -108,24 +108,29 @@ def size_expr(n: Any) -> Expr:
     """A Python or symbolic integer as an expression in Sizes."""
     if isinstance(n, int):
         return Const(n)
-    return sympy_expr(n.node.expr)
+    ranges = n.node.shape_env.var_to_range
+    signed = frozenset(s for s in n.node.expr.free_symbols if s not in ranges or not ranges[s].lower >= 0)
+    return sympy_expr(n.node.expr, signed)
 
 
-def sympy_expr(e: Any) -> Expr:
-    """A shape environment's sympy expression as ours. Raises ValueError for what index arithmetic does not need."""
+def sympy_expr(e: Any, signed: frozenset[Any] = frozenset()) -> Expr:
+    """A shape environment's sympy expression as ours. Raises ValueError for what index arithmetic does not need.
+
+    A symbol that may be negative stands under a cast, which hides from the algebra that a Size is natural.
+    """
     if e.is_Integer:
         return Const(int(e))
     if e.is_Symbol:
-        return Size(str(e))
+        return Cast(Size(str(e)), "int64") if e in signed else Size(str(e))
     name = type(e).__name__
     if name in SYMPY_OPS:
-        op, args = SYMPY_OPS[name], [sympy_expr(a) for a in e.args]
+        op, args = SYMPY_OPS[name], [sympy_expr(a, signed) for a in e.args]
         total = args[0]
         for a in args[1:]:
             total = apply(op, total, a)
         return total
     if name == "Pow" and e.args[1].is_Integer and 0 < int(e.args[1]) < 5:
-        base = sympy_expr(e.args[0])
+        base = sympy_expr(e.args[0], signed)
         total = base
         for _ in range(int(e.args[1]) - 1):
             total = apply("mul", total, base)

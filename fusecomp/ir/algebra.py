@@ -117,8 +117,8 @@ def _least(factor: Expr, c: int) -> Poly:
             return {(): 1, (factor,): 1}
         case Apply("floordiv" | "mod") if c >= 0:
             return {}
-        case Apply("mod", (_, Const(int(m)))):
-            return {(): m - 1}
+        case Apply("mod", (_, m)):
+            return _at_least_one(_plus(poly(m), {(): 1}, -1))
         case Apply("floordiv", (a, Const(int(m)))) if (top := upper(a)) is not None:
             return {(): top // m}
         case _:

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.fx import Node
 
 from fusecomp.graph.facts import op_name
-from fusecomp.patterns.build import Match
+from fusecomp.patterns.build import Match, SizeSource
 from fusecomp.patterns.contraction import READERS
 
 
@@ -32,7 +32,7 @@ def run_original(match: Match, inputs: Sequence[Tensor], dtype: torch.dtype | No
         return env[node]
 
     def computed(node: Node) -> bool:
-        on_path = node in match.path or not isinstance(node.meta.get("val"), Tensor)
+        on_path = node in match.path or isinstance(node.meta.get("val"), list | tuple)
         return on_path and node.op == "call_function"
 
     def call(node: Node) -> Any:
@@ -86,6 +86,13 @@ def concrete(n: Any) -> Any:
     if isinstance(n, torch.SymFloat):
         return float(n.node.hint) if n.node.hint is not None else 1.0
     return n
+
+
+def seen(source: SizeSource) -> int:
+    """The value of a run-time length when the graph was captured."""
+    if isinstance(source, tuple):
+        return int(concrete(source[0].meta["val"].shape[source[1]]))
+    return int(concrete(source.meta["val"] if isinstance(source, Node) else source))
 
 
 def _as(x: Any, dtype: torch.dtype | None) -> Any:

@@ -20,7 +20,7 @@ def substitute(module: GraphModule, match: Match, key: str) -> Node:
         tensors = [on_device(n, output) for n in match.inputs]
 
         def length(source: SizeSource) -> Any:
-            if isinstance(source, int):
+            if not isinstance(source, tuple):
                 return source
             if source not in lengths:
                 lengths[source] = length_node(source)

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,7 +19,7 @@ from fusecomp.patterns.build import Match
 from fusecomp.running import cache
 from fusecomp.running.inputs import Example, draw, example_of
 from fusecomp.running.operator import Launch, empty_ordered
-from fusecomp.running.subgraph import run_original
+from fusecomp.running.subgraph import run_original, seen
 
 EAGER_MULTIPLE = 4.0
 """A fused kernel may err this many times as much as eager does."""
@@ -101,7 +100,7 @@ def compare(
     region = match.region
     tensors = draw(region, examples, sizes, device)
     lengths = [sizes[s] for s in region.sizes]
-    shape = [s if isinstance(s, int) else sizes_of(s, match, examples) for s in match.out_shape]
+    shape = [seen(s) for s in match.out_shape]
     out = empty_ordered(shape, region.out_order, tensors[0], getattr(torch, region.out_dtype))
     launch(out, tensors, lengths)
     scores = out.numel() // max(out.shape[region.out_axes.index("dv")], 1) * sizes["N"]
@@ -115,14 +114,6 @@ def compare(
     against = "eager, and its meaning in float64 on sampled rows" if eager is not None else "its meaning on sampled rows"
     picked = [None if x is None else x.index_select(rows_axis, rows) for x in (out, eager)]
     return Judged(picked[0], picked[1], exact, against)  # type: ignore[arg-type]
-
-
-def sizes_of(source: Any, match: Match, examples: Sequence[Example]) -> int:
-    """The length of an axis of a tensor node, as it was seen."""
-    from fusecomp.running.subgraph import concrete
-
-    node, axis = source
-    return int(concrete(node.meta["val"].shape[axis]))
 
 
 def judge(judged: Judged, dtype: str) -> Verdict:
