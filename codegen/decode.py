@@ -8,11 +8,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from fusecomp.codegen.address import sum_text
 from fusecomp.codegen.frame import Frame
-from fusecomp.codegen.launcher import call, units, unpacked
-from fusecomp.codegen.memory import output_address, row_base, row_offsets
+from fusecomp.codegen.launcher import call, no_keys, outer_sizes, units, unpacked
+from fusecomp.codegen.memory import output_row
 from fusecomp.codegen.printer import triton_dtype, triton_text
-from fusecomp.codegen.program import columns
+from fusecomp.codegen.program import columns, decoded, stored_rows
 from fusecomp.ir.region import AttentionRegion
 
 Lines = list[str]
@@ -39,13 +40,31 @@ def width(frame: Frame) -> int:
     return sum(frame.plan.dv_chunks)
 
 
+def part(frame: Frame) -> Lines:
+    """Where a row's share lies: [outer, q_idx, member, split]."""
+    size = triton_text(frame.q_idx.size, frame.names)
+    row = f"(outer * {size} + q_idx)"
+    row = f"({row} * PACK + {frame.member.name})" if frame.member else row
+    return [f"part = {row} * splits + split", f"inside = {stored_rows(frame)}"]
+
+
 def store_parts(frame: Frame) -> Lines:
     """a_s of each row, [BLOCK_M, Dv]."""
     return [
-        f"tl.store(part_acc_ptr + part[:, None] * {width(frame)} + {c.d}[None, :], {c.name('acc')}, "
-        "mask=part_row[:, None] < ROWS)"
+        f"tl.store(part_acc_ptr + part * {width(frame)} + {c.d}[None, :], {c.name('acc')}, mask=inside)"
         for c in frame.dv_chunks
     ]
+
+
+def one_row(frame: Frame) -> Lines:
+    """program = (outer * M + q_idx) * PACK + member: one row of the output."""
+    size = triton_text(frame.q_idx.size, frame.names)
+    lines = ["program = tl.program_id(0)"]
+    row = "program"
+    if frame.member:
+        lines += [f"{frame.member.name} = program % PACK", "row = program // PACK"]
+        row = "row"
+    return [*lines, f"q_idx = {row} % {size}", f"outer = tl.cast({row} // {size}, tl.int64)", *decoded(frame)]
 
 
 def zero_accs(frame: Frame) -> Lines:
@@ -63,28 +82,20 @@ def load_parts(frame: Frame) -> Lines:
     return lines
 
 
-def combined_rows(frame: Frame) -> Lines:
-    """The query and, where heads are packed, the head of one row."""
-    pack = frame.member is not None
-    head = [f"{frame.member.name} = row % PACK"] if frame.member else []
-    return [f"q_row = {'row // PACK' if pack else 'row'}", "q_idx = q_start + q_row", *head]
-
-
 def combine_columns(frame: Frame) -> Lines:
     return [line for line in columns(frame) if line.startswith("dv")]
 
 
 def store_combined(frame: Frame) -> Lines:
     """O = acc / row_sum, rounded."""
-    size = triton_text(frame.q_idx.size, frame.names)
     lines = [] if frame.region.empty_row == "nan" else ["row_sum = tl.where(row_sum == 0.0, 1.0, row_sum)"]
-    a = output_address(frame)
-    lines.append(f"out_base = {' + '.join(['out_ptr', *row_base(frame, a)])}")
+    pointer, columns = output_row(frame)
+    lines.append(f"out_base = {pointer}")
     for c in frame.dv_chunks:
-        mask = f"({c.d} < {c.limit}) & (q_idx < {size})" if c.limit else f"({c.d} < {width(frame)}) & (q_idx < {size})"
-        pointer = " + ".join(["out_base", *row_offsets(frame, a, {frame.region.dv: c.d})])
+        place = sum_text(columns, frame.names.having({frame.region.dv: c.d}), wide=False)
         value = f"({c.name('acc')} / row_sum).to({triton_dtype(frame.region.out_dtype)})"
-        lines.append(f"tl.store({pointer}, {value}, mask={mask})")
+        mask = f", mask={c.d} < {c.limit}" if c.limit else ""
+        lines.append(f"tl.store(out_base + {place}, {value}{mask})")
     return lines
 
 
@@ -96,16 +107,20 @@ def exponents(frame: Frame) -> tuple[str, str]:
 
 def decode_launch(frame: Frame, kernels: dict[str, list[str]]) -> Lines:
     """Enough shares to fill the device about twice, each at least one tile of keys."""
-    n = triton_text(frame.kv_idx.size, frame.names)
-    scratch = {"acc": f"units * ROWS.value * splits * {width(frame)}", "max": "units * ROWS.value * splits"}
+    n, m = (triton_text(v.size, frame.names) for v in (frame.kv_idx, frame.q_idx))
+    rows = " * ".join([*outer_sizes(frame), m, *(["PACK.value"] if frame.member else [])])
+    scratch = "dtype=torch.float32, device=out.device"
     return [
         *unpacked(frame.region),
+        *no_keys(frame),
         f"units = {units(frame)}",
         f"splits = split_count(units, triton.cdiv({n}, BLOCK_N.value), out.device)",
-        *(f"part_{x} = torch.empty({scratch[x]}, dtype=torch.float32, device=out.device)" for x in ("acc", "max")),
+        f"rows = {rows}",
+        f"part_acc = torch.empty(rows * splits * {width(frame)}, {scratch})",
+        f"part_max = torch.empty(rows * splits, {scratch})",
         "part_sum = torch.empty_like(part_max)",
         *call("attention", "units * splits", kernels["attention"], frame),
-        *call("combine", "units * ROWS.value", kernels["combine"], frame, warps=4 if width(frame) > 64 else 2),
+        *call("combine", "rows", kernels["combine"], frame, warps=4 if width(frame) > 64 else 2),
     ]
 
 

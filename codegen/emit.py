@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import hashlib
+import keyword
 from collections.abc import Mapping
 
 from fusecomp.codegen.base2 import LOG2E
 from fusecomp.codegen.decode import (
     SPLIT_COUNT,
     combine_columns,
-    combined_rows,
     decode_launch,
     exponents,
     first_share,
     load_parts,
+    one_row,
+    part,
     store_combined,
     store_parts,
     without_skipping,
@@ -28,6 +30,7 @@ from fusecomp.codegen.selfcheck import selfcheck
 from fusecomp.codegen.skeletons import COMBINE, DECODE, MODULE, PREFILL, fill
 from fusecomp.codegen.source import KernelSource, check, names_read, tidy
 from fusecomp.codegen.tile import edge_tile, full_tile, rescue
+from fusecomp.errors import KernelError
 from fusecomp.ir.region import AttentionRegion
 from fusecomp.planning.tile import TilePlan
 
@@ -37,6 +40,7 @@ VERSION = 1
 
 def emit(region: AttentionRegion, plan: TilePlan) -> KernelSource:
     """The kernel of `region` under `plan`, as a file that a person can read, run and check."""
+    require_free_names(region)
     key = kernel_key(region, plan)
     frame = Frame(without_skipping(region) if plan.skeleton == "decode" else region, plan)
     name = kernel_name(frame, key)
@@ -54,6 +58,23 @@ def emit(region: AttentionRegion, plan: TilePlan) -> KernelSource:
     )
     check(name, text)
     return KernelSource(name, text, key, plan, region)
+
+
+RESERVED = frozenset({
+    "d", "dv", "n", "n_pos", "row", "q_row", "q_idx", "q_pos", "q_start", "q_last", "q_tiles", "outer", "program", "unit",
+    "units", "rows", "split", "splits", "share", "part", "inside", "kv", "kv_idx", "kv_pos", "key", "live", "score", "p",
+    "acc", "row_max", "row_sum", "new_max", "pivot", "rescale", "edge", "k_begin", "k_end", "full_begin", "full_end", "out",
+    "sizes", "tensors", "torch", "triton", "tl", "attention", "combine",
+})  # fmt: skip
+"""What the skeletons call their own variables."""
+
+
+def require_free_names(region: AttentionRegion) -> None:
+    """Axes, operands and lengths become variables of the kernel: they must be identifiers of their own."""
+    names = [*(v.name for v in region.batch), *(o.name for o in region.operands), *region.sizes]
+    for name in names:
+        if not name.isidentifier() or keyword.iskeyword(name) or name in RESERVED:
+            raise KernelError(f"a region's axis, operand or length cannot be called {name}; rename it")
 
 
 def kernel_key(region: AttentionRegion, plan: TilePlan) -> str:
@@ -74,20 +95,20 @@ def prefill(frame: Frame) -> tuple[str, list[str]]:
 def decode(frame: Frame) -> tuple[str, list[str]]:
     """(kernels, launcher) where several programs share the keys of one query tile."""
     begin = state(frame) if frame.sink is None else first_share(state(frame))
-    holes = {**common(frame), "program": batch_axes(frame, "unit"), "state": begin, "store_parts": store_parts(frame)}
+    holes = {**common(frame), "program": batch_axes(frame, "unit"), "state": begin}
+    holes |= {"part": part(frame), "store_parts": store_parts(frame)}
     attention, params = finished(frame, DECODE, "attention", holes)
-    part, row = exponents(frame)
+    share, total = exponents(frame)
     combine, combine_params = finished(
         frame,
         COMBINE,
         "combine",
         {
-            "program": batch_axes(frame, "unit"),
-            "rows": combined_rows(frame),
+            "program": one_row(frame),
             "columns": combine_columns(frame),
             "accs": zero_accs(frame),
-            "part_exponent": part,
-            "row_exponent": row,
+            "part_exponent": share,
+            "row_exponent": total,
             "load_parts": load_parts(frame),
             "store": store_combined(frame),
         },
@@ -130,7 +151,6 @@ def constants(frame: Frame, kernels: str) -> list[str]:
         "BLOCK_N": (plan.block_n, "keys of a tile"),
         "PACK": (plan.pack, "query heads of one KV head, side by side in the rows of a tile"),
         "Q_ROWS": (frame.rows_per_tile, "queries of a tile"),
-        "ROWS": (frame.rows_per_tile * plan.pack, "rows of a tile that are used"),
         "SPLITS": (16, "shares that are combined at a time"),
         "LOG2E": (LOG2E, "log2(e)"),
         "SCALE": (frame.exponent.scale, f"log2(e) * {frame.exponent.scale / LOG2E:.9g}"),

@@ -23,15 +23,20 @@ NEAR = 104.0
 class Chunk:
     """A power of two of the head size: d in [first, first + size), cut off at `limit` where there is one."""
 
-    suffix: str
-    """Of the names of its variables: "" where a product has one chunk, else "_0", "_1"; after the product's number."""
+    product: str
+    """"" for the first product, else its number."""
+    part: str
+    """"" where a product has one chunk, else "_0", "_1"."""
     d: str
+    """Name of the indices: d, d_0, d1 ..."""
     first: int
     size: int
     limit: int | None
 
     def name(self, stem: str) -> str:
-        return f"{stem}{self.suffix}"
+        """q_tile, q_tile_0, q1_tile_0 ..."""
+        head, _, tail = stem.partition("_")
+        return f"{head}{self.product}{'_' * bool(tail)}{tail}{self.part}"
 
 
 @dataclass(frozen=True)
@@ -224,14 +229,12 @@ def score_name(term: int) -> str:
     return f"score{term or ''}"
 
 
-def _chunks(sizes: tuple[int, ...], d: int, stem: str, number: str) -> tuple[Chunk, ...]:
-    several = len(sizes) > 1
-    firsts = [sum(sizes[:i]) for i in range(len(sizes))]
-    return tuple(
-        Chunk(f"{number}_{i}" if several else number, f"{stem}{number}" + (f"_{i}" if several else ""), first, size,
-              d if first + size > d else None)
-        for i, (first, size) in enumerate(zip(firsts, sizes, strict=True))
-    )  # fmt: skip
+def _chunks(sizes: tuple[int, ...], d: int, stem: str, product: str) -> tuple[Chunk, ...]:
+    found = []
+    for i, size in enumerate(sizes):
+        part, first = f"_{i}" if len(sizes) > 1 else "", sum(sizes[:i])
+        found.append(Chunk(product, part, f"{stem}{product}{part}", first, size, d if first + size > d else None))
+    return tuple(found)
 
 
 def merged(e: Expr, force: bool = True) -> Expr:

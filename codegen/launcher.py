@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 from fusecomp.codegen.frame import Frame
 from fusecomp.codegen.printer import triton_text
-from fusecomp.ir.expr import Expr
+from fusecomp.ir.expr import Const, Expr
 from fusecomp.ir.region import AttentionRegion
 
 Lines = list[str]
@@ -58,8 +58,13 @@ def unpacked(region: AttentionRegion) -> Lines:
 def units(frame: Frame) -> str:
     """Query tiles over the batch axes."""
     rows = frame.rows_per_tile_name
-    factors = [_factor(v.size, frame) for v in frame.batch]
-    return " * ".join([*factors, f"triton.cdiv({triton_text(frame.q_idx.size, frame.names)}, {rows}.value)"])
+    tiles = f"triton.cdiv({triton_text(frame.q_idx.size, frame.names)}, {rows}.value)"
+    return " * ".join([*outer_sizes(frame), tiles])
+
+
+def outer_sizes(frame: Frame) -> list[str]:
+    """The lengths of the batch axes."""
+    return [_factor(v.size, frame) for v in frame.batch]
 
 
 def _factor(e: Expr, frame: Frame) -> str:
@@ -76,4 +81,10 @@ def call(kernel: str, grid: str, params: list[str], frame: Frame, warps: int = 0
 
 def prefill_launch(frame: Frame, kernel: str, params: list[str]) -> Lines:
     """A program for each query tile of each head."""
-    return [*unpacked(frame.region), *call(kernel, units(frame), params, frame)]
+    return [*unpacked(frame.region), *no_keys(frame), *call(kernel, units(frame), params, frame)]
+
+
+def no_keys(frame: Frame) -> Lines:
+    """A softmax over nothing weighs nothing: O = 0."""
+    size = triton_text(frame.kv_idx.size, frame.names)
+    return [] if isinstance(frame.kv_idx.size, Const) else [f"if {size} == 0:", "    out.zero_()", "    return"]

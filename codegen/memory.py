@@ -114,13 +114,8 @@ def _operand_pointers(
     keys, columns = ("n[:, None]", "[None, :]") if keys_first else ("n[None, :]", "[:, None]")
     for c in chunks:
         places = frame.names.having({frame.kv_idx: keys, d: f"{c.d}{columns}"})
-        lines.append(f"{stem}_offsets{_chunk(c)} = {sum_text(found.offsets, places, wide=False)}")
+        lines.append(f"{stem}_offsets{c.part} = {sum_text(found.offsets, places, wide=False)}")
     return lines
-
-
-def _chunk(c: Chunk) -> str:
-    """"_0" of the names of one chunk of several."""
-    return f"_{c.suffix.rpartition('_')[2]}" if "_" in c.suffix else ""
 
 
 def _key_address(frame: Frame, a: Access, d: Var) -> Address:
@@ -177,16 +172,26 @@ def _loads(
         tests = [f"live{keys}"] * edge + [f"({c.d}{columns} < {c.limit})"] * bool(c.limit)
         mask = f", mask={' & '.join(tests)}, other=0.0" if tests else ""
         rows = [f"{stem}_rows{keys}"] if found.rows else []
-        pointer = " + ".join([f"{stem}_base", *_sum(frame, start), *rows, f"{stem}_offsets{_chunk(c)}"])
+        pointer = " + ".join([f"{stem}_base", *_sum(frame, start), *rows, f"{stem}_offsets{c.part}"])
         shape = f"[BLOCK_N, {c.size}]" if keys_first else f"[{c.size}, BLOCK_N]"
-        lines.append(f"{stem}_tile{_chunk(c)} = tl.load({pointer}{mask}){cast}  # {shape}")
+        lines.append(f"{stem}_tile{c.part} = tl.load({pointer}{mask}){cast}  # {shape}")
     return lines
 
 
-def output_address(frame: Frame) -> Address:
-    """Where a row's output lies, through the strides of `out`."""
+def output_index(frame: Frame) -> tuple[Expr, ...]:
     axes = {v.name: v for v in (*frame.region.batch, frame.q_idx, frame.region.dv)}
-    return _row_address(frame, "out", tuple(frame.packed(axes[name]) for name in frame.region.out_axes))
+    return tuple(frame.packed(axes[name]) for name in frame.region.out_axes)
+
+
+def output_address(frame: Frame) -> Address:
+    """Where the rows of a tile go, through the strides of `out`."""
+    return _row_address(frame, "out", output_index(frame))
+
+
+def output_row(frame: Frame) -> tuple[str, Poly]:
+    """Where a single row goes: a pointer, and the part that varies along the row."""
+    a = address("out", output_index(frame), frozenset({frame.region.dv.name}), frozenset())
+    return " + ".join(["out_ptr", *_sum(frame, a.base)]), a.offsets
 
 
 # ----------------------------------------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ Lines = list[str]
 
 
 def batch_axes(frame: Frame, program: str) -> Lines:
-    """program = ((b * H) + h) * q_tiles + tile, query tiles fastest."""
+    """program = outer * q_tiles + tile, query tiles fastest; outer = b * H + h."""
     size = triton_text(frame.q_idx.size, frame.names)
     tile = f"{program} % q_tiles"
     lines = [f"q_tiles = tl.cdiv({size}, {frame.rows_per_tile_name})"]
@@ -22,13 +22,15 @@ def batch_axes(frame: Frame, program: str) -> Lines:
         lines.append("# The tile with most keys first: the grid's tail is short")
         tile = f"(q_tiles - 1 - {tile})"
     lines.append(f"q_start = {tile} * {frame.rows_per_tile_name}")
-    left = f"tl.cast({program} // q_tiles, tl.int64)"
-    if len(frame.batch) > 1:
-        lines.append(f"outer = {left}")
-        left = "outer"
+    return [*lines, f"outer = tl.cast({program} // q_tiles, tl.int64)", *decoded(frame)]
+
+
+def decoded(frame: Frame) -> Lines:
+    """outer = (b * H + h) * G + g."""
+    lines, left = [], "outer"
     for place, v in reversed(list(enumerate(frame.batch))):
         extent = _factor(v.size, frame)
-        lines.append(f"{triton_text(v, frame.names)} = {left} % {extent}" if place else f"{v.name} = {left}")
+        lines.append(f"{v.name} = {left} % {extent}" if place else f"{v.name} = {left}")
         left = f"{left} // {extent}"
     return lines
 

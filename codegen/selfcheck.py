@@ -15,7 +15,7 @@ from fusecomp.ir.region import Access, AttentionRegion, extent
 
 Lines = list[str]
 INTERPRETED = "Without a GPU, set TRITON_INTERPRET=1."
-ON_GPU = "Needs a GPU: Triton's interpreter cannot multiply bfloat16."
+ON_GPU = "Needs a GPU: the interpreter has no bfloat16."
 
 SELFCHECK = '''\
 def reference(tensors, sizes):

@@ -92,10 +92,9 @@ def «name»(
         «edge_tile»
 
     # Unnormalised, with what is needed to combine it with the other shares
-    part_row = tl.arange(0, BLOCK_M)
-    part = (tl.cast(unit, tl.int64) * ROWS + part_row) * splits + split
-    tl.store(part_max_ptr + part, row_max, mask=part_row < ROWS)
-    tl.store(part_sum_ptr + part, row_sum, mask=part_row < ROWS)
+    «part»
+    tl.store(part_max_ptr + part, row_max[:, None], mask=inside)
+    tl.store(part_sum_ptr + part, row_sum[:, None], mask=inside)
     «store_parts»
 """
 
@@ -104,11 +103,7 @@ COMBINE = """\
 def «name»(
     «parameters»
 ):
-    program = tl.program_id(0)
-    unit = program // ROWS
-    row = program % ROWS
     «program»
-    «rows»
     «columns»
 
     row_max = tl.full([1], float("-inf"), tl.float32)

@@ -1,0 +1,117 @@
+"""Generated kernels run in Triton's interpreter, in a process of its own: Triton decides at import how it runs.
+
+    with Interpreter() as interpreter:
+        out = interpreter.run(emit(region, plan), out, tensors, sizes)
+
+Tensors travel whole, with the memory around them, so that a test may poison what a kernel must not read.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fusecomp.codegen.emit import emit
+from fusecomp.codegen.source import KernelSource
+from fusecomp.ir.reference import evaluate
+from fusecomp.ir.region import AttentionRegion, extent
+from fusecomp.planning.chunks import chunks
+from fusecomp.planning.tile import TilePlan
+
+TOLERANCE = {"float32": 4e-6, "float16": 3e-3, "bfloat16": 2.5e-2}
+
+
+def tiles(
+    region: AttentionRegion, block_m: int = 32, block_n: int = 32, skeleton: str = "prefill", pack: int = 1
+) -> TilePlan:
+    """A plan by hand."""
+    d = tuple(chunks(extent(p.d)) for p in region.products)
+    return TilePlan(skeleton, block_m, block_n, d, chunks(extent(region.dv)), warps=4, stages=2, pack=pack)
+
+
+class Interpreter:
+    """A process that interprets kernels, one request after another."""
+
+    def __init__(self) -> None:
+        command = [sys.executable, str(Path(__file__))]
+        env = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=env)
+
+    def run(self, source: KernelSource, out: Tensor, tensors: list[Tensor], sizes: list[int]) -> Tensor:
+        """`out` after the launch, with the memory around it."""
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        pickle.dump((source, out, tensors, sizes), self.process.stdin)
+        self.process.stdin.flush()
+        answer = pickle.load(self.process.stdout)
+        if isinstance(answer, str):
+            raise AssertionError(answer)
+        found: Tensor = answer
+        return found
+
+    def close(self) -> None:
+        self.process.stdin.close()  # type: ignore[union-attr]
+        self.process.wait()
+
+
+def poisoned(x: Tensor) -> Tensor:
+    """x in the middle of memory that holds NaN, or indices far out of range."""
+    around = torch.empty([n + 3 for n in x.shape], dtype=x.dtype)
+    around.fill_(float("nan") if x.dtype.is_floating_point else x.dtype == torch.bool or 1_000_000_007)
+    inside = around[tuple(slice(1, n + 1) for n in x.shape)]
+    return inside.copy_(x)
+
+
+def agree(
+    interpreter: Interpreter,
+    region: AttentionRegion,
+    args: list[Tensor] | tuple[Tensor, ...],
+    sizes: dict[str, int],
+    plan: TilePlan | None = None,
+    out: Tensor | None = None,
+) -> KernelSource:
+    """Hold the kernel against the dense meaning of its region; what lies around its output stays as it was."""
+    expected = evaluate(region, args, sizes)
+    source = emit(region, plan or tiles(region))
+    if out is None:
+        whole = torch.full([n + 2 for n in expected.shape], 123.0, dtype=getattr(torch, region.out_dtype))
+        out = whole[tuple(slice(1, n + 1) for n in expected.shape)]
+    got = interpreter.run(source, out, [poisoned(x) for x in args], [sizes[name] for name in region.sizes])
+    tolerance = max(TOLERANCE[t] for t in (region.out_dtype, region.pv_dtype, *(p.dtype for p in region.products)))
+    torch.testing.assert_close(got.double(), expected, rtol=tolerance, atol=tolerance, equal_nan=True)
+    whole = torch.tensor(got.untyped_storage().tolist(), dtype=torch.uint8).view(got.dtype)
+    assert (whole == 123.0).sum() >= whole.numel() - got.numel()
+    return source
+
+
+def _serve() -> None:
+    from fusecomp.running.loader import load
+
+    with tempfile.TemporaryDirectory() as folder:
+        while True:
+            try:
+                source, out, tensors, sizes = pickle.load(sys.stdin.buffer)
+            except EOFError:
+                return
+            answer: Any = out
+            try:
+                load(source, Path(folder)).launch(out, tensors, sizes)
+            except Exception as error:  # noqa: BLE001 - the test reports it
+                answer = f"{type(error).__name__}: {error}"
+            pickle.dump(answer, sys.stdout.buffer)
+            sys.stdout.buffer.flush()
+
+
+if __name__ == "__main__":
+    import numpy as np
+
+    np.seterr(all="ignore")
+    _serve()
