@@ -80,12 +80,13 @@ def stand_in(val: Any, dtype: torch.dtype | None, device: torch.device) -> Any:
 
 
 def concrete(n: Any) -> Any:
-    """A symbolic number as the number it was seen with."""
-    if isinstance(n, torch.SymInt):
-        return int(n.node.hint) if n.node.hint is not None else 1
-    if isinstance(n, torch.SymFloat):
-        return float(n.node.hint) if n.node.hint is not None else 1.0
-    return n
+    """A symbolic number as the number it was seen with, or has been fixed to."""
+    if not isinstance(n, torch.SymInt | torch.SymFloat):
+        return n
+    kind = int if isinstance(n, torch.SymInt) else float
+    if n.node.expr.is_number:
+        return kind(n.node.expr)
+    return kind(n.node.hint) if n.node.hint is not None else kind(1)
 
 
 def seen(source: SizeSource) -> int:
