@@ -27,12 +27,17 @@ def kernel_name(frame: Frame, key: str) -> str:
     return "_".join(["attention", *words, sizes, region.products[0].dtype, key[:8]])
 
 
+def title(region: AttentionRegion) -> str:
+    """The first line: where it comes from, its lengths and head sizes."""
+    return str(region).splitlines()[0]
+
+
 def document(region: AttentionRegion, plan: TilePlan, key: str) -> list[str]:
     """The mathematics, what is read, the plan and its predicted cost, and how to make this file again."""
     shapes = [f"    {o.name:<10} [{', '.join(map(text, o.shape))}]  {o.dtype}" for o in region.operands]
     out = f"    {'out':<10} [{', '.join(region.out_axes)}]  {region.out_dtype}"
     return [
-        *str(region).splitlines(),
+        *str(region).splitlines()[1:],
         *([f"    # {region.origin}  {region.source.strip()}"] if region.source else []),
         "",
         "Tensors, through run-time strides:",

@@ -21,7 +21,7 @@ from fusecomp.codegen.decode import (
     without_skipping,
     zero_accs,
 )
-from fusecomp.codegen.document import document, kernel_name
+from fusecomp.codegen.document import document, kernel_name, title
 from fusecomp.codegen.frame import Frame
 from fusecomp.codegen.launcher import parameters, prefill_launch, unspecialised, wrapped
 from fusecomp.codegen.memory import fixed_loads, query_tiles, tile_pointers
@@ -48,6 +48,7 @@ def emit(region: AttentionRegion, plan: TilePlan) -> KernelSource:
     text = fill(
         MODULE,
         {
+            "title": title(region),
             "document": document(region, plan, key),
             "constants": constants(frame, kernels),
             "kernels": kernels,
@@ -61,10 +62,10 @@ def emit(region: AttentionRegion, plan: TilePlan) -> KernelSource:
 
 
 RESERVED = frozenset({
-    "d", "dv", "n", "n_pos", "row", "q_row", "q_idx", "q_pos", "q_start", "q_last", "q_tiles", "outer", "program", "unit",
-    "units", "rows", "split", "splits", "share", "part", "inside", "kv", "kv_idx", "kv_pos", "key", "live", "score", "p",
-    "acc", "row_max", "row_sum", "new_max", "pivot", "rescale", "edge", "k_begin", "k_end", "full_begin", "full_end", "out",
-    "sizes", "tensors", "torch", "triton", "tl", "attention", "combine",
+    "d", "dv", "n", "n_pos", "row", "q_row", "q_idx", "q_pos", "q_start", "q_last", "q_tiles", "outer", "program",
+    "unit", "units", "rows", "split", "splits", "share", "part", "inside", "kv", "kv_idx", "kv_pos", "key", "live",
+    "score", "p", "acc", "row_max", "row_sum", "new_max", "pivot", "rescale", "edge", "k_begin", "k_end", "full_begin",
+    "full_end", "out", "sizes", "tensors", "torch", "triton", "tl", "attention", "combine",
 })  # fmt: skip
 """What the skeletons call their own variables."""
 

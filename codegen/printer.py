@@ -102,8 +102,9 @@ def _operand(x: Expr, place: int, parent: Apply, level: int, names: Names, float
         return f"torch.tensor({body})"
     if not names.torch and parent.primitive.sfu and parent.op != "div" and kind(x) != "float":
         body, inner = f"({body}).to(tl.float32)" if inner else f"{body}.to(tl.float32)", ATOM
-    inside = TIMES if parent.op == "tanh" else level
-    loose = inner > inside or (inner == inside and (place > 0 or level == TEST or parent.op == "tanh"))
+    factor = parent.op == "tanh" and not names.torch
+    inside = TIMES if factor else level
+    loose = inner > inside or (inner == inside and (place > 0 or level == TEST or factor))
     return f"({body})" if loose and inside != ATOM else body
 
 

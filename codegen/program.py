@@ -89,8 +89,8 @@ def full_range(frame: Frame) -> Lines:
         edges = [_edge(frame, x, greatest=True) for x in found.lower]
         first = _int32(frame, _chain("maximum", [*edges, begin]), found.lower)
         lines.append(f"full_begin = tl.cdiv({first}, BLOCK_N) * BLOCK_N")
-    edges = [_edge(frame, x, greatest=False) for x in found.upper if x.slope]
-    last = _int32(frame, _chain("minimum", [*edges, frame.k_end]), found.upper)
+    sloped = tuple(x for x in found.upper if x.slope)
+    last = _int32(frame, _chain("minimum", [*(_edge(frame, x, greatest=False) for x in sloped), frame.k_end]), sloped)
     if begin != "0":
         last = f"tl.maximum({last}, full_begin)"
     elif not all(_natural(frame, x, greatest=False) for x in found.upper):

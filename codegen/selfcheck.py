@@ -147,7 +147,7 @@ def _output(region: AttentionRegion) -> Lines:
     order = [(*(v.name for v in region.batch), "q_idx", "dv").index(name) for name in _axis_names(region)]
     moved = "" if order == sorted(order) else f".permute({', '.join(map(str, order))})"
     value = _read(region, region.v, region.pv_dtype, True, region.dv, "dv")
-    return [f"v_rows = {value}  # [..., N, Dv]", f"return (p @ v_rows){moved}"]
+    return [f"v_rows = {value}  # [..., N, Dv]", f"return (p @ v_rows){moved}" if moved else "return p @ v_rows"]
 
 
 def _axis_names(region: AttentionRegion) -> list[str]:

@@ -8,7 +8,8 @@ from collections.abc import Mapping, Sequence
 from fusecomp.errors import KernelError
 
 MODULE = '''\
-"""
+"""«title»
+
 «document»
 """
 

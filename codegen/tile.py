@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 
 from fusecomp.codegen.base2 import LOG2E, Exponent
@@ -35,12 +36,7 @@ def edge_tile(frame: Frame) -> Lines:
 def visit(frame: Frame, e: Exponent, tests: Sequence[Expr], edge: bool, pivot: bool) -> Lines:
     """S of a tile, its softmax under the running maximum, its part of P V. `edge`: the tile may reach past k_end."""
     weight = [frame.weight] if frame.weight else []
-    return [
-        "key = tl.cast(k_start, tl.int64)",
-        "kv = k_start + n",
-        "kv_idx = kv[None, :]",
-        "kv_pos = tl.cast(k_start, tl.float32) + n_pos",
-        *([f"live = kv < {frame.k_end}"] if edge else []),
+    body = [
         *row_loads(frame, edge),
         *key_loads(frame, edge),
         *products(frame),
@@ -54,6 +50,23 @@ def visit(frame: Frame, e: Exponent, tests: Sequence[Expr], edge: bool, pivot: b
         *value_loads(frame, edge),
         *accumulate(frame),
     ]
+    return [*places(frame, "\n".join(body)), *body]
+
+
+def places(frame: Frame, body: str) -> Lines:
+    """What `body` reads of the keys' places: int64 for addresses, int32 [1, BLOCK_N] for masks, float32 for scores."""
+    known = {
+        "live": f"kv < {frame.k_end}",
+        "kv_pos": "tl.cast(k_start, tl.float32) + n_pos",
+        "kv_idx": "kv[None, :]",
+        "kv": "k_start + n",
+        "key": "tl.cast(k_start, tl.int64)",
+    }
+    lines: Lines = []
+    for name, value in known.items():
+        if re.search(rf"\b{name}\b", body + "".join(lines)):
+            lines.insert(0, f"{name} = {value}")
+    return lines
 
 
 def products(frame: Frame) -> Lines:

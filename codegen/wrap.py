@@ -15,11 +15,10 @@ def wrapped_lines(text: str) -> str:
 
 def _wrap(line: str) -> list[str]:
     code, _, comment = line.partition("  # ")
-    if len(line) <= WIDTH or line.lstrip().startswith("#"):
+    if line.lstrip().startswith("#") or (len(code) <= WIDTH and len(line) <= WIDTH + 10):
         return [line]
-    indent = line[: len(line) - len(line.lstrip())]
-    above = [f"{indent}# {comment}"] if comment else []
-    return [*above, *(_broken(code) or [code])] if len(code) > WIDTH else [*above, code]
+    first, *rest = _broken(code) or [code]
+    return [f"{first}  # {comment}" if comment else first, *rest]
 
 
 def _broken(line: str) -> list[str] | None:

@@ -62,9 +62,9 @@ def test_keys_split_over_programs(interpreter: Interpreter, name: str) -> None:
 
 @pytest.mark.parametrize("skeleton", ["prefill", "decode"])
 @pytest.mark.parametrize("name", ["grouped_heads", "softcap_causal_window_gqa", "one_key_head"])
-def test_heads_packed_in_the_rows(interpreter: Interpreter, name: str, skeleton: str, pack: int = 3) -> None:
+def test_heads_packed_in_the_rows(interpreter: Interpreter, name: str, skeleton: str) -> None:
     variant = by_name(name)
-    agree(interpreter, variant.region, *few_queries(variant, 7), tiles(variant.region, 16, 16, skeleton, pack))
+    agree(interpreter, variant.region, *few_queries(variant, 7), tiles(variant.region, 16, 16, skeleton, 3))
 
 
 def test_slopes_and_sinks_of_packed_heads(interpreter: Interpreter) -> None:

@@ -1,0 +1,88 @@
+"""The golden kernels: complete generated files, where a reviewer sees what a change of the generator changes.
+
+    python tests/golden_kernels.py        writes them again; `git diff tests/golden` then shows the change
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+from kernels import tiles
+from regions import B, H, M, N, age, attention, b, causal, grouped, h, kv_idx, load, q_idx, score, times
+from regions import filled as filled_score
+
+from fusecomp.codegen.emit import emit
+from fusecomp.ir.algebra import apply
+from fusecomp.ir.expr import Const, Expr, Load, Size, Var
+from fusecomp.ir.region import Access, AttentionRegion, Operand, Product
+from fusecomp.planning.tile import TilePlan
+
+FOLDER = Path(__file__).parent / "golden"
+
+
+def _attention(s: Expr, *keep: Expr, **more: object) -> AttentionRegion:
+    return attention(s, *keep, dtype="bfloat16", **{"d": 64, **more})  # type: ignore[arg-type]
+
+
+def _softcap(x: Expr, cap: float) -> Expr:
+    return times(apply("tanh", apply("div", x, Const(cap))), cap)
+
+
+def _alibi() -> AttentionRegion:
+    slope = apply("exp2", apply("mul", apply("neg", apply("add", h, Const(1))), Const(0.5)))
+    return _attention(apply("add", times(score, 0.125), apply("mul", apply("neg", age), slope)), causal)
+
+
+def _padded() -> AttentionRegion:
+    seen = apply("lt", kv_idx, load(0, b, dtype="int64"))
+    return attention(times(score, 0.25), seen, loads=[((B,), "int64")], **filled_score(-1e9, seen))
+
+
+def _bias() -> AttentionRegion:
+    bias = load(0, h, q_idx, kv_idx, dtype="bfloat16")
+    return _attention(apply("add", times(score, 0.125), bias), loads=[((H, M, N), "bfloat16")])
+
+
+def paged(dtype: str = "bfloat16", page: int = 16, group: int = 4, d: int = 128) -> AttentionRegion:
+    """K and V in a pool [P, page, Hkv, D], found through table[b, n // page]; keys up to lengths[b]."""
+    x, y = Var("d", Const(d)), Var("dv", Const(d))
+    number = Load("table", (b, apply("floordiv", kv_idx, Const(page))), "int32")
+    at = (number, apply("mod", kv_idx, Const(page)), apply("floordiv", h, Const(group)))
+    pool = (Size("P"), Const(page), Const(2), Const(d))
+    operands = (
+        Operand("q", (B, H, M, Const(d)), dtype), Operand("k_pool", pool, dtype), Operand("v_pool", pool, dtype),
+        Operand("table", (B, Const(8)), "int32"), Operand("lengths", (B,), "int32"),
+    )  # fmt: skip
+    product = Product(Access("q", (b, h, q_idx, x)), Access("k_pool", (*at, x)), x, dtype)
+    seen = (apply("lt", kv_idx, Load("lengths", (b,), "int32")),)
+    return AttentionRegion(
+        operands, (b, h), q_idx, kv_idx, (product,), Access("v_pool", (*at, y)), y, times(score, d**-0.5), seen,
+        pv_dtype=dtype, out_dtype=dtype,
+    )  # fmt: skip
+
+
+WINDOW = apply("lt", age, Const(256))
+GOLDEN: dict[str, tuple[AttentionRegion, TilePlan]] = {
+    "causal": (r := _attention(times(score, 128**-0.5), causal, d=128), tiles(r, 64, 64)),
+    "softcap_window_gqa": (
+        r := _attention(_softcap(times(score, 0.125), 30.0), causal, WINDOW, **grouped(3)),
+        tiles(r, 64, 64),
+    ),
+    "alibi": (r := _alibi(), tiles(r, 128, 64)),
+    "padded_finite_fill": (r := _padded(), tiles(r, 64, 32)),
+    "bias": (r := _bias(), tiles(r, 64, 64)),
+    "latent_192_128": (r := _attention(times(score, 192**-0.5), causal, d=192, dv=128), replace(tiles(r, 128, 64), warps=8)),
+    "paged_decode": (r := paged(), tiles(r, 16, 64, "decode", pack=4)),
+}
+
+
+def text(name: str) -> str:
+    """The golden file's text as the generator makes it now."""
+    return emit(*GOLDEN[name]).text
+
+
+if __name__ == "__main__":
+    FOLDER.mkdir(exist_ok=True)
+    for name in GOLDEN:
+        (FOLDER / f"{name}.py").write_text(text(name))
