@@ -134,7 +134,7 @@ def _probe(index: int) -> Device:
     found = {ours: int(value) for ours, theirs in known.items() if (value := getattr(said, theirs, 0))}
     if hip:  # the driver's figures for shared memory are those of the whole unit
         found = {k: v for k, v in found.items() if not k.startswith("smem")}
-    return scaled(base, found.get("sms", base.sms), name=said.name, arch=arch, **found)
+    return scaled(base, found.pop("sms", base.sms), name=said.name, arch=arch, **found)
 
 
 def scaled(base: Device, sms: int, **changes: Any) -> Device:
