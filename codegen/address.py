@@ -14,8 +14,9 @@ from dataclasses import dataclass
 
 from fusecomp.codegen.printer import Names, triton_text
 from fusecomp.errors import KernelError
-from fusecomp.ir.algebra import Monomial, Poly, apply, from_poly, poly, substitute
+from fusecomp.ir.algebra import apply, substitute
 from fusecomp.ir.expr import Const, Expr, Load, Size, Var, parts, variables
+from fusecomp.ir.poly import Monomial, Poly, from_poly, poly
 
 
 def stride(operand: str, dim: int) -> Size:

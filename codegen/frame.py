@@ -9,8 +9,9 @@ from fusecomp.codegen.base2 import Exponent, exponent
 from fusecomp.codegen.cheaper import cheaper
 from fusecomp.codegen.printer import Names
 from fusecomp.codegen.values import Values, address_values, element_values
-from fusecomp.ir.algebra import apply, is_natural, substitute
+from fusecomp.ir.algebra import apply, substitute
 from fusecomp.ir.expr import Apply, Cast, Const, Expr, Load, Score, Var, dtype_kind, parts, transform, variables
+from fusecomp.ir.poly import is_natural
 from fusecomp.ir.ranges import Bound, Reach, reach
 from fusecomp.ir.region import Access, AttentionRegion, extent
 from fusecomp.planning.tile import TilePlan

@@ -8,8 +8,8 @@ from fusecomp.codegen.address import Address, address, at_tile, sum_text
 from fusecomp.codegen.frame import Chunk, Frame
 from fusecomp.codegen.printer import Names, triton_dtype, triton_text
 from fusecomp.errors import KernelError
-from fusecomp.ir.algebra import Poly
 from fusecomp.ir.expr import Expr, Load, Var, parts, variables
+from fusecomp.ir.poly import Poly
 from fusecomp.ir.region import Access
 
 Lines = list[str]

@@ -6,8 +6,8 @@ from fusecomp.codegen.base2 import LOG2E, scaled
 from fusecomp.codegen.frame import Frame
 from fusecomp.codegen.memory import output_address, row_base, row_offsets
 from fusecomp.codegen.printer import triton_dtype, triton_text
-from fusecomp.ir.algebra import is_natural
 from fusecomp.ir.expr import Expr, Load, Var, parts
+from fusecomp.ir.poly import is_natural
 from fusecomp.ir.ranges import Bound
 
 Lines = list[str]

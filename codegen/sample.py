@@ -6,8 +6,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from math import lcm
 
-from fusecomp.ir.algebra import poly
 from fusecomp.ir.expr import Apply, Const, Expr, Load, Size, Var, parts
+from fusecomp.ir.poly import poly
 from fusecomp.ir.region import AttentionRegion, Operand
 
 QUERIES, KEYS, OTHER = 37, 53, 8

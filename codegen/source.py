@@ -14,7 +14,6 @@ from fusecomp.ir.region import AttentionRegion
 from fusecomp.planning.tile import TilePlan
 
 
-
 @dataclass(frozen=True)
 class KernelSource:
     """A generated module: `launch(out, tensors, sizes)` runs it, `main()` checks it against plain PyTorch."""

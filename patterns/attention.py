@@ -15,9 +15,10 @@ from torch.fx import GraphModule, Node
 from fusecomp.graph.facts import Facts, Place, is_tensor, op_name, place, shape
 from fusecomp.ir.algebra import ZERO, const
 from fusecomp.ir.expr import Apply, Cast, Expr, Var
-from fusecomp.patterns.build import Found, Match, build
+from fusecomp.patterns.build import Match, build
 from fusecomp.patterns.contraction import Contraction, contraction
 from fusecomp.patterns.lift import Decline, Lift, broadcast
+from fusecomp.patterns.products import Found
 from fusecomp.patterns.weights import Weights, normalised, softmax_weights
 
 SOFTMAX = {"softmax", "_softmax", "special_softmax", "_safe_softmax", "log_softmax", "_log_softmax"}
@@ -110,7 +111,8 @@ def candidates(module: GraphModule) -> Iterator[Node]:
     """Every softmax, and every exponential that may be the numerator of one."""
     for node in module.graph.nodes:
         name = op_name(node)
-        if (name in SOFTMAX and is_tensor(node)) or (name in EXPONENTIAL and len(shape(node)) > 1 and not from_log_softmax(node)):
+        exponential = name in EXPONENTIAL and len(shape(node)) > 1 and not from_log_softmax(node)
+        if exponential or (name in SOFTMAX and is_tensor(node)):
             yield node
 
 

@@ -1,52 +1,21 @@
-"""From the mathematics found in a graph to a region and its binding: operands, canonical names, interior, layout."""
+"""From the mathematics found in a graph to a region and its binding: what it reads and replaces, whether it may."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import torch
 from torch.fx import Node
 
-from fusecomp.graph.facts import dtype, op_name, place, shape, size_expr, storage, value, written_arguments
+from fusecomp.graph.facts import dtype, op_name, place, shape, storage, written_arguments
 from fusecomp.ir.algebra import ZERO, const
-from fusecomp.ir.expr import Cast, Const, Expr, Load, Reduce, Score, Size, Var, parts, transform, variables
+from fusecomp.ir.expr import Const, Expr, Load, Reduce, Score, Var, parts, transform
 from fusecomp.ir.region import Access, AttentionRegion, Operand, Product
-from fusecomp.patterns.contraction import Contraction
 from fusecomp.patterns.lift import Decline, Lift
 from fusecomp.patterns.masks import Masked, sees_a_key, sees_nothing, split
-from fusecomp.patterns.operands import operand
-from fusecomp.patterns.weights import Weights
-
-SizeSource = int | Node | tuple[Node, int]
-"""A run-time length: a number, a node that is one, or an axis of a tensor node."""
-HALF_OR_SINGLE = ("bfloat16", "float16", "float32")
-MOST_D = 576
-
-
-@dataclass(frozen=True)
-class Found:
-    """Weights times values at one product."""
-
-    product: Node
-    output: Node
-    """The product, or the quotient that normalises it."""
-    spec: Contraction
-    axes: dict[str, Var]
-    """The product's letters as indices."""
-    weights: Weights
-
-    def index(self, name: str) -> Var:
-        return next(v for v in self.axes.values() if v.name == name)
-
-    @property
-    def out_axes(self) -> str:
-        """The letters of O's axes; a query axis of length 1 is appended where the product has none."""
-        return self.spec.out_axes + "".join(a for a, v in self.axes.items() if v.name == "q_idx" and a not in self.spec.out_axes)
-
-    @property
-    def batch(self) -> tuple[Var, ...]:
-        return tuple(v for v in self.axes.values() if v.name not in ("q_idx", "kv_idx", "dv"))
+from fusecomp.patterns.naming import Lengths, SizeSource, memory_order, operand_names, renamed
+from fusecomp.patterns.products import Found, Pair, score_products, value_access
 
 
 @dataclass(frozen=True)
@@ -80,135 +49,10 @@ def build(lift: Lift, found: Found, anchor: Node) -> Match:
     held = [scores.score, *scores.keep, found.weights.scores, found.weights.factor, found.weights.sink or ZERO]
     products = dict(score_products(lift, found, held))
     v = value_access(lift, found)
-    names = operand_names(products.values(), v, held, set(products), lift)
+    names = operand_names(list(products.values()), v, held, set(products))
     check_time(lift, names, found)
     interior = closed_interior(lift, [lift.reads[p.tensor].node for p in products], set(names), found.output)
     return bind(lift, found, scores, products, v, names, interior, anchor)
-
-
-# ----------------------------------------------------------------------------------------------------------------
-# Products and operands
-
-
-@dataclass(frozen=True)
-class Pair:
-    """The two sides of one score product: which element of which tensor."""
-
-    q: Load
-    k: Load
-    d: Var
-    dtype: str
-
-
-def score_products(lift: Lift, found: Found, held: list[Expr]) -> Iterator[tuple[Load, Pair]]:
-    """The contractions in the scores that are Q K^T: one side runs over queries, the other over keys. Raises Decline."""
-    loads = [x for x in parts(held[0]) if isinstance(x, Load) and x.tensor in lift.products]
-    count = 0
-    for load in sorted(loads, key=lambda x: lift.facts.position[lift.facts.names[x.tensor]]):
-        pair = as_product(lift, found, load, count)
-        if pair is not None:
-            count += 1
-            yield load, pair
-    if not count:
-        raise Decline("no product of queries and keys lies under the softmax", nearest(lift, loads, held[0]))
-
-
-def nearest(lift: Lift, loads: list[Load], score: Expr) -> Node | None:
-    """The node that stands where the scores should have come from."""
-    names = [x.tensor for x in loads] or [x.tensor for x in parts(score) if isinstance(x, Load)]
-    return lift.facts.names[names[0]] if names else None
-
-
-def as_product(lift: Lift, found: Found, load: Load, count: int) -> Pair | None:
-    """The sides of a contraction that is read at (.., q_idx, .., kv_idx, ..), or None."""
-    node, spec = lift.facts.names[load.tensor], lift.products[load.tensor]
-    if len(spec.contracted) != 1:
-        return None
-    at = dict(zip(spec.out_axes, load.index, strict=True))
-    size = spec.size(spec.contracted)
-    length = size.value if isinstance(size, Const) else specialised(spec, spec.contracted)
-    d = Var("d" if count == 0 else f"d{count}", const(int(length)))
-    at[spec.contracted] = d
-    left, right = (side(at, axes) for axes in (spec.left_axes, spec.right_axes))
-    rows = [{"q_idx", "kv_idx"} & set().union(*(variables(i) for i in index)) for index in (left, right)]
-    if "kv_idx" in rows[0] and "q_idx" not in rows[0]:
-        spec, left, right, rows = spec.swapped(), right, left, rows[::-1]
-    if "kv_idx" in rows[0] or rows[1] != {"kv_idx"}:
-        return None
-    if d.size.value > MOST_D:  # type: ignore[attr-defined]
-        raise Decline(f"head size {d.size} is above {MOST_D}", node)
-    q_idx, kv_idx = found.index("q_idx"), found.index("kv_idx")
-    place_of = lift.facts.position[node]
-    q = operand(lift, spec.left, left, q_idx, d, place_of)
-    k = operand(lift, spec.right, right, kv_idx, d, place_of)
-    return Pair(q, k, d, product_dtype(dtype(node), q.dtype, k.dtype, node))
-
-
-def side(at: dict[str, Expr], axes: str) -> tuple[Expr, ...]:
-    return tuple(at.get(a, ZERO) for a in axes)
-
-
-def specialised(spec: Contraction, letter: str) -> int:
-    """A head size that is symbolic is fixed, with a guard: kernels are built for one head size."""
-    for node, axes in ((spec.left, spec.left_axes), (spec.right, spec.right_axes)):
-        if letter in axes:
-            return int(value(node).shape[axes.index(letter)])
-    raise KeyError(letter)
-
-
-def product_dtype(computed: str, q: str, k: str, node: Node) -> str:
-    """What the tensor cores multiply: the dtype of the graph's product, or the narrower one that both sides have."""
-    if computed not in HALF_OR_SINGLE:
-        raise Decline(f"products in {computed} have no kernel", node)
-    return q if computed == "float32" and q == k and q in HALF_OR_SINGLE else computed
-
-
-def value_access(lift: Lift, found: Found) -> Load:
-    """Which element of which tensor V is. Raises Decline."""
-    spec, dv = found.spec, found.index("dv")
-    if dtype(found.product) not in HALF_OR_SINGLE:
-        raise Decline(f"products in {dtype(found.product)} have no kernel", found.product)
-    letter = next(a for a, v in found.axes.items() if v.name == "dv")
-    size = dv.size.value if isinstance(dv.size, Const) else specialised(spec, letter)
-    if size > MOST_D:
-        raise Decline(f"value head size {size} is above {MOST_D}", found.product)
-    fixed = Var("dv", const(int(size)))
-    index = tuple(fixed if a == letter else found.axes.get(a, ZERO) for a in spec.right_axes)
-    return operand(lift, spec.right, index, found.index("kv_idx"), fixed, lift.facts.position[found.product])
-
-
-def operand_names(
-    pairs: Iterator[Pair] | object, v: Load, held: list[Expr], products: set[Load], lift: Lift
-) -> dict[str, str]:
-    """FX name -> operand name: q, k, v, then load0, load1 ... in order of appearance."""
-    names: dict[str, str] = {}
-    for count, pair in enumerate(pairs):  # type: ignore[arg-type, var-annotated]
-        suffix = "" if count == 0 else str(count)
-        names.setdefault(pair.q.tensor, f"q{suffix}")
-        names.setdefault(pair.k.tensor, f"k{suffix}")
-    names.setdefault(v.tensor, "v")
-    sides = [x for pair in pairs for x in (pair.q, pair.k)]  # type: ignore[attr-defined]
-    for e in [*held, *(i for x in [*sides, v] for i in x.index)]:
-        for x in ordered_loads(e):
-            if x not in products and x.tensor not in names:
-                names[x.tensor] = f"load{sum(n.startswith('load') for n in names.values())}"
-    return names
-
-
-def ordered_loads(e: Expr) -> Iterator[Load]:
-    """Loads of `e` in the order in which they are written."""
-    seen: set[Expr] = set()
-
-    def walk(x: Expr) -> Iterator[Load]:
-        if x in seen:
-            return
-        seen.add(x)
-        for a in x.args:
-            yield from walk(a)
-        if isinstance(x, Load):
-            yield x
-
-    yield from walk(e)
 
 
 # ----------------------------------------------------------------------------------------------------------------
@@ -234,11 +78,12 @@ def closed_interior(lift: Lift, products: list[Node], leaves: set[str], output: 
     return tuple(sorted(inside, key=position.__getitem__))
 
 
-def reach(start: list[Node], step: object) -> set[Node]:
+def reach(start: Iterable[Node], step: Callable[[Node], Iterable[Node]]) -> set[Node]:
     """Everything reachable from `start`, itself included."""
-    seen, stack = set(start), list(start)
+    seen = set(start)
+    stack = list(seen)
     while stack:
-        for n in step(stack.pop()):  # type: ignore[operator]
+        for n in step(stack.pop()):
             if n not in seen:
                 seen.add(n)
                 stack.append(n)
@@ -257,7 +102,7 @@ def check_time(lift: Lift, names: dict[str, str], found: Found) -> None:
 
 
 # ----------------------------------------------------------------------------------------------------------------
-# Canonical names
+# The region, in canonical names
 
 
 def bind(
@@ -314,84 +159,3 @@ def found_dv(v: Load) -> int:
     dv = next(x for i in v.index for x in parts(i) if isinstance(x, Var) and x.name == "dv")
     assert isinstance(dv.size, Const)
     return int(dv.size.value)
-
-
-def renamed(x: Expr, names: dict[str, str], sizes: Lengths) -> Expr | None:
-    """Tensors by operand name; batch, query and key lengths by their letter; other run-time lengths L0, L1 ..."""
-    match x:
-        case Var(name, _) if name in sizes.letters:
-            return Var(name, Size(sizes.letters[name]))
-        case Size():
-            return sizes.rename(x)
-        case Load(tensor, index, kind):
-            return Load(names[tensor], tuple(transform(i, lambda y: renamed(y, names, sizes)) for i in index), kind)
-    return None
-
-
-class Lengths:
-    """Which run-time length is which: letters for the region's axes, and where to read each."""
-
-    def __init__(self, lift: Lift, found: Found, names: dict[str, str], interior: tuple[Node, ...]) -> None:
-        self.lift, self.found, self.names, self.interior = lift, found, names, frozenset(interior)
-        self.letters = {v.name: v.name.upper() for v in found.batch} | {"q_idx": "M", "kv_idx": "N"}
-        self.sources: dict[str, SizeSource] = {}
-        self.known: dict[Expr, str] = {}
-        for letter, v in found.axes.items():
-            if v.name in self.letters:
-                name = self.letters[v.name]
-                self.sources[name] = self.axis(found, letter)
-                if isinstance(v.size, Size):
-                    self.known.setdefault(v.size, name)
-
-    def axis(self, found: Found, letter: str) -> SizeSource:
-        """The length of one of the product's letters."""
-        return self.find(found.spec.size(letter))
-
-    def rename(self, size: Size) -> Expr:
-        """A symbol of the shape environment as a length of the region."""
-        if size in self.known.values() or size.name in self.sources:
-            return size
-        if size not in self.known:
-            name = f"L{sum(n.startswith('L') for n in self.sources)}"
-            self.known[size] = name
-            self.sources[name] = self.find(size)
-        return Size(self.known[size])
-
-    def find(self, size: Expr) -> SizeSource:
-        """Where a length can be read without keeping the scores alive: off an operand, or off what was there before."""
-        if isinstance(size, Const):
-            return int(size.value)
-        held = [self.lift.reads[n].node for n in self.names]
-        for node in [*held, *self.lift.facts.graph.nodes]:
-            if node is self.found.output:
-                break
-            if isinstance(value(node), torch.SymInt) and size_expr(value(node)) in (size, Cast(size, "int64")):
-                return node
-            if isinstance(value(node), torch.Tensor) and node not in self.interior and size in (s := shape(node)):
-                return (node, s.index(size))
-        raise Decline(f"the length {size} can be read off no tensor")
-
-    def source(self, name: str) -> SizeSource:
-        return self.sources[name]
-
-
-def memory_order(output: Node) -> tuple[int, ...]:
-    """The axes of O in the order that its reader wants in memory: that of a permutation which is then made contiguous."""
-    rank = len(shape(output))
-    plain = tuple(range(rank))
-    orders = {permutation(u, rank) for u in output.users}
-    if len(orders) != 1:
-        return plain
-    return orders.pop() or plain
-
-
-def permutation(user: Node, rank: int) -> tuple[int, ...] | None:
-    """The permutation that `user` applies, where all that happens to its result is to be made contiguous."""
-    if op_name(user) not in ("transpose", "permute", "movedim", "swapaxes") or not user.users:
-        return None
-    if any(op_name(u) not in ("contiguous", "reshape", "clone", "flatten") for u in user.users):
-        return None
-    toy = user.target(torch.empty(tuple(range(2, 2 + rank)), device="meta"), *user.args[1:], **user.kwargs)  # type: ignore[operator]
-    return tuple(n - 2 for n in toy.shape)
-
-

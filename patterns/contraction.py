@@ -1,4 +1,4 @@
-"""Products over an axis, in every spelling, as one: out[letters] = scale * sum_contracted left[..] * right[..] (+ added).
+"""Products over an axis, in every spelling, as one: out[letters] = scale * sum_contracted left * right (+ added).
 
     matmul, bmm, mm, mv    einsum of two operands    baddbmm (beta = 0 ignores its input)    linear    (a * b).sum(axis)
 """

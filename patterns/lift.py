@@ -137,7 +137,7 @@ class Lift:
         self.products[node.name] = spec
         self.visited.add(node)
         self.reads.setdefault(node.name, Read(node, self.at))
-        at_index = Load(node.name, index, dtype(node))
+        at_index: Expr = Load(node.name, index, dtype(node))
         if spec.scale != Const(1.0):
             at_index = apply("mul", at_index, spec.scale)
         if spec.added is None:
@@ -152,7 +152,7 @@ class Lift:
         finally:
             self.at = before
 
-    def leaf(self, node: Node, index: Index) -> Expr:
+    def leaf(self, node: Node, index: Index) -> Load:
         """A tensor computed outside: loaded at its index."""
         read = self.reads.setdefault(node.name, Read(node, self.at))
         read.at = min(read.at, self.at)

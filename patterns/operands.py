@@ -16,8 +16,9 @@ import fusecomp.patterns.reductions
 import fusecomp.patterns.spellings
 import fusecomp.patterns.views  # noqa: F401  (the three register their rules)
 from fusecomp.graph.facts import dtype, op_name
-from fusecomp.ir.algebra import poly
 from fusecomp.ir.expr import Expr, Load, Var, variables
+from fusecomp.ir.poly import poly
+from fusecomp.patterns.contraction import Contraction
 from fusecomp.patterns.lift import RULES, VIEWS, Index, Lift
 
 MOVES = {name: RULES[name] for name in [*VIEWS, "index", "_unsafe_index", "index_select", "gather", "take_along_dim"]}
@@ -36,7 +37,8 @@ class Moves(Lift):
 
     def lift_tensor(self, node: Node, index: Index) -> Expr:
         place = self.facts.position[node]
-        exact = op_name(node) in ("to", "_to_copy", "type_as", "float") and dtype(node) in WIDER.get(dtype(node.args[0]), ())
+        casts = op_name(node) in ("to", "_to_copy", "type_as", "float")
+        exact = casts and dtype(node) in WIDER.get(dtype(node.args[0]), ())
         if exact and not self.facts.written_between(node, place, self.at):
             self.visited.add(node)
             return self.lift_at(node.args[0], node, index)
@@ -45,7 +47,7 @@ class Moves(Lift):
             return self.leaf(node, index)
         return super().lift_tensor(node, index)
 
-    def product(self, node: Node, spec: object, index: Index) -> Expr:
+    def product(self, node: Node, spec: Contraction, index: Index) -> Expr:  # noqa: ARG002
         return self.leaf(node, index)
 
 

@@ -45,7 +45,7 @@ def reduced(lift: Lift, node: Node, index: Index, op: str) -> Expr | None:
 
 
 def reduce(op: str, j: Var, body: Expr) -> Reduce:
-    """op over j of body, the bound index named by how deep the reductions under it are, so that equal sums are equal."""
+    """op over j of body, the bound index named by the depth of reductions under it, so that equal sums are equal."""
     deepest = max((int(x.var.name[1:]) for x in parts(body) if isinstance(x, Reduce)), default=0)
     named = Var(f"_{deepest + 1}", j.size)
     return Reduce(op, named, substitute(body, {j: named}))

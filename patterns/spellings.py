@@ -108,7 +108,7 @@ POINTWISE: dict[str, Callable[..., Expr | None]] = {
 """ATen name: the scalar it computes from the scalars of its arguments."""
 
 COSTLY = {"exp", "exp2", "log", "log2", "log1p", "pow", "sin", "cos", "erf", "tanh", "sigmoid", "silu", "sqrt", "rsqrt"}
-"""Lifted only where the scores are in them: of a bias, the outside computes them once and the kernel loads the result."""
+"""Lifted only where the scores are in them: of a bias, they are computed once outside and the result is loaded."""
 
 
 def natural_divisor(a: Expr, b: Expr) -> bool:
@@ -133,8 +133,8 @@ def pointwise(name: str) -> Callable[[Lift, Node, Index], Expr | None]:
         if name == "div" and node.kwargs.get("rounding_mode"):
             return rounded_division(lift, node, index)
         args = [None if a is None else lift_argument(lift, node, a, index) for a in node.args]
-        named = {k: lift_argument(lift, node, v, index) for k, v in node.kwargs.items() if k in ARGUMENT and v is not None}
-        e = f(*args, **{ARGUMENT[k]: v for k, v in named.items()})
+        given = {ARGUMENT[k]: v for k, v in node.kwargs.items() if k in ARGUMENT and v is not None}
+        e = f(*args, **{k: lift_argument(lift, node, v, index) for k, v in given.items()})
         if e is None or (name in COSTLY and not lift.holds_score(e) and not isinstance(e, Const)):
             return None
         return as_dtype(e, node)
@@ -193,8 +193,8 @@ def larger(lift: Lift, node: Node, index: Index) -> Expr | None:
     return apply("max" if "max" in op_name(node) else "min", *(lift_argument(lift, node, x, index) for x in node.args))
 
 
-@rule("to", "_to_copy", "type_as", "float", "half", "bfloat16", "double", "long", "bool", "int", "_autocast_to_reduced_precision",
-      "_autocast_to_full_precision")  # fmt: skip
+@rule("to", "_to_copy", "type_as", "float", "half", "bfloat16", "double", "long", "bool", "int",
+      "_autocast_to_reduced_precision", "_autocast_to_full_precision")  # fmt: skip
 def casted(lift: Lift, node: Node, index: Index) -> Expr:
     """The same value in another dtype. Kernels compute scores in float32, so roundings between float types drop out."""
     return retyped(lift.lift(node.args[0], index), dtype(node))
@@ -229,8 +229,8 @@ def copied(lift: Lift, node: Node, index: Index) -> Expr:
 @rule("arange")
 def arange(lift: Lift, node: Node, index: Index) -> Expr | None:
     """start + i step"""
-    args = [number(a) for a in node.args]
-    if any(a is None for a in args):
+    args = [a for a in map(number, node.args) if a is not None]
+    if len(args) < len(node.args):
         return None
     start, step = (ZERO, ONE) if len(args) == 1 else (args[0], args[2] if len(args) > 2 else ONE)
     at = apply("add", start, apply("mul", index[0], step))

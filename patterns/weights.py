@@ -12,8 +12,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from fusecomp.ir.algebra import ZERO, apply, const, poly, substitute
+from fusecomp.ir.algebra import ZERO, apply, const, substitute
 from fusecomp.ir.expr import Apply, Cast, Const, Expr, Reduce, Var, parts, variables
+from fusecomp.ir.poly import poly
 from fusecomp.patterns.lift import Decline
 
 MOST_EXTRAS = 4

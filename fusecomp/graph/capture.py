@@ -37,7 +37,8 @@ def may_hold_attention(gm: GraphModule) -> bool:
 
 def uses_functorch(gm: GraphModule) -> bool:
     """Whether `torch.vmap` and its kin are in the graph: re-tracing would bake their levels in as constants."""
-    return any("functorch" in str(getattr(n.target, "__module__", "")) or "batch_dim" in word(n) for n in gm.graph.nodes)
+    modules = ((n, str(getattr(n.target, "__module__", ""))) for n in gm.graph.nodes)
+    return any("functorch" in module or "batch_dim" in word(n) for n, module in modules)
 
 
 def higher_order_nodes(gm: GraphModule) -> list[Node]:

@@ -1,23 +1,18 @@
 """Arithmetic on expressions: constants fold, integer arithmetic is kept in one normal form, facts decide comparisons.
 
-Index arithmetic is polynomial: a sum of integer multiples of products of indices and sizes. Two polynomials are the
-same function exactly when their normal forms are equal, which is what lets `(h * D + d) // D` become `h`.
+Integer + - * is polynomial (`poly`); what is left here is everything that is not.
 """
 
 from __future__ import annotations
 
 import math
-from collections import Counter
-from functools import lru_cache
 from typing import Any
 
 import torch
 
-from fusecomp.ir.expr import Apply, Cast, Const, Expr, Size, Var, kind, parts, transform
+from fusecomp.ir.expr import Apply, Cast, Const, Expr, kind, parts, transform
+from fusecomp.ir.poly import Monomial, Poly, always_natural, from_poly, is_natural, plus, poly
 from fusecomp.ir.primitives import PRIMITIVES
-
-Monomial = tuple[Expr, ...]
-Poly = dict[Monomial, int]
 
 TRUE, FALSE, ZERO, ONE = Const(True), Const(False), Const(0), Const(1)
 
@@ -25,141 +20,6 @@ TRUE, FALSE, ZERO, ONE = Const(True), Const(False), Const(0), Const(1)
 def const(value: Any) -> Const:
     """A Python number or truth value as an expression."""
     return Const(value if isinstance(value, bool | int) else float(value))
-
-
-# ----------------------------------------------------------------------------------------------------------------
-# Polynomials over the integers
-
-
-@lru_cache(maxsize=20_000)
-def _poly(e: Expr) -> tuple[tuple[Monomial, int], ...]:
-    match e:
-        case Const(int(value)):
-            return (((), int(value)),) if value else ()
-        case Apply("add", (a, b)):
-            return _freeze(_plus(poly(a), poly(b), 1))
-        case Apply("sub", (a, b)):
-            return _freeze(_plus(poly(a), poly(b), -1))
-        case Apply("neg", (a,)):
-            return _freeze(_plus({}, poly(a), -1))
-        case Apply("mul", (a, b)):
-            return _freeze(_times(poly(a), poly(b)))
-        case _:
-            return (((e,), 1),)
-
-
-def poly(e: Expr) -> Poly:
-    """The polynomial of an integer expression; what is not + - * is an indeterminate."""
-    return dict(_poly(e))
-
-
-def _freeze(p: Poly) -> tuple[tuple[Monomial, int], ...]:
-    return tuple((m, c) for m, c in p.items() if c)
-
-
-def _plus(p: Poly, q: Poly, sign: int) -> Poly:
-    total = Counter(p)
-    for monomial, c in q.items():
-        total[monomial] += sign * c
-    return {m: c for m, c in total.items() if c}
-
-
-def _times(p: Poly, q: Poly) -> Poly:
-    total: Counter[Monomial] = Counter()
-    for m1, c1 in p.items():
-        for m2, c2 in q.items():
-            total[tuple(sorted(m1 + m2, key=str))] += c1 * c2
-    return {m: c for m, c in total.items() if c}
-
-
-def from_poly(p: Poly) -> Expr:
-    """The expression of a polynomial: positive terms first, then the larger monomials, constants last."""
-    terms = sorted(((m, c) for m, c in p.items() if c), key=lambda t: (t[1] < 0, -len(t[0]), str(t[0])))
-    total: Expr | None = None
-    for monomial, c in terms:
-        term = _product(monomial, abs(c) if total is not None else c)
-        if total is None:
-            total = term
-        else:
-            total = Apply("add" if c > 0 else "sub", (total, term))
-    return total if total is not None else ZERO
-
-
-def _product(monomial: Monomial, c: int) -> Expr:
-    factors: list[Expr] = list(monomial)
-    if c != 1 or not factors:
-        factors.append(Const(c))
-    product = factors[0]
-    for factor in factors[1:]:
-        product = Apply("mul", (product, factor))
-    return product
-
-
-def always_natural(p: Poly) -> bool:
-    """Whether p >= 0 for every value of its indices and sizes (sizes are at least 1). False where unknown."""
-    lowest: Poly = {}
-    for monomial, c in p.items():
-        term: Poly = {(): c}
-        for factor in monomial:
-            term = _times(term, _least(factor, c))
-        if term == {(): 0} and monomial:
-            return False
-        lowest = _plus(lowest, term, 1)
-    return all(c >= 0 for c in lowest.values())
-
-
-def _least(factor: Expr, c: int) -> Poly:
-    """What stands for `factor` where c * factor is least: sizes become 1 + something natural."""
-    match factor:
-        case Var(_, size):
-            return {} if c >= 0 else _at_least_one(_plus(poly(size), {(): 1}, -1))
-        case Size():
-            return {(): 1, (factor,): 1}
-        case Apply("floordiv" | "mod") if c >= 0:
-            return {}
-        case Apply("mod", (_, m)):
-            return _at_least_one(_plus(poly(m), {(): 1}, -1))
-        case Apply("floordiv", (a, Const(int(m)))) if (top := upper(a)) is not None:
-            return {(): top // m}
-        case _:
-            return {(): -(10**18)} if c > 0 else {(): 10**18}
-
-
-def _at_least_one(p: Poly) -> Poly:
-    total: Poly = {}
-    for monomial, c in p.items():
-        term: Poly = {(): c}
-        for factor in monomial:
-            term = _times(term, {(): 1, (factor,): 1} if isinstance(factor, Size) else {(factor,): 1})
-        total = _plus(total, term, 1)
-    return total
-
-
-def upper(e: Expr) -> int | None:
-    """A constant that integer `e` never exceeds, or None."""
-    top = 0
-    for monomial, c in poly(e).items():
-        for factor in monomial:
-            match factor:
-                case Var(_, Const(int(size))) if c > 0:
-                    c *= size - 1
-                case Apply("mod", (_, Const(int(m)))) if c > 0:
-                    c *= m - 1
-                case Var() | Size() | Apply("mod" | "floordiv") if c < 0:
-                    c = 0
-                case _:
-                    return None
-        top += c
-    return top
-
-
-def is_natural(e: Expr) -> bool:
-    """Whether the integer e is provably >= 0."""
-    return always_natural(poly(e))
-
-
-# ----------------------------------------------------------------------------------------------------------------
-# Building
 
 
 def apply(op: str, *args: Expr) -> Expr:
@@ -206,10 +66,10 @@ def _compare(op: str, a: Expr, b: Expr) -> Expr:
     if kind(a) == "float" or kind(b) == "float":
         return _through_choice(op, (a, b)) or Apply(op, (a, b))
     sign, strict = COMPARE[op]
-    slack = _plus(_plus({}, poly(b), sign), poly(a), -sign)  # a op b  <=>  slack >= strict
-    if always_natural(_plus(slack, {(): strict}, -1)):
+    slack = plus(plus({}, poly(b), sign), poly(a), -sign)  # a op b  <=>  slack >= strict
+    if always_natural(plus(slack, {(): strict}, -1)):
         return TRUE
-    if always_natural(_plus({(): strict - 1}, slack, -1)):
+    if always_natural(plus({(): strict - 1}, slack, -1)):
         return FALSE
     return _through_choice(op, (a, b)) or Apply(op, (a, b))
 
@@ -223,7 +83,9 @@ def _identity(op: str, args: tuple[Expr, ...]) -> Expr | None:
             return x if one is not True and kind(x) == kind(Apply(op, args)) else None
         case "div", (x, Const(float() | int() as c)) if c and math.frexp(c)[0] in (0.5, -0.5):
             return apply("mul", x, Const(1.0 / c))
-        case ("and", (x, Const(True))) | ("and", (Const(True), x)) | ("or", (x, Const(False))) | ("or", (Const(False), x)):
+        case ("and", (x, Const(True))) | ("and", (Const(True), x)):
+            return x
+        case ("or", (x, Const(False))) | ("or", (Const(False), x)):
             return x
         case ("and", (_, Const(False))) | ("and", (Const(False), _)):
             return FALSE
@@ -264,17 +126,27 @@ def _split(e: Expr, c: Expr) -> tuple[Poly, Poly, bool] | None:
     quotient: Poly = {}
     rest: Poly = {}
     for monomial, k in poly(e).items():
-        left = list(monomial)
-        if all(f in left and not left.remove(f) for f in factors) and k % size == 0:
-            quotient[tuple(left)] = quotient.get(tuple(left), 0) + k // size
+        left = _without(monomial, factors)
+        if left is not None and k % size == 0:
+            quotient[left] = quotient.get(left, 0) + k // size
         elif not factors and size and not monomial:  # a constant: split it
             quotient[()], rest[()] = quotient.get((), 0) + k // size, k % size
         else:
             rest[monomial] = k
     if not always_natural(rest):
         return None
-    small = always_natural(_plus(_plus(divisor, rest, -1), {(): 1}, -1))
-    return _plus(quotient, {}, 1), rest, small
+    small = always_natural(plus(plus(divisor, rest, -1), {(): 1}, -1))
+    return plus(quotient, {}, 1), rest, small
+
+
+def _without(monomial: Monomial, factors: Monomial) -> Monomial | None:
+    """monomial / factors, or None where it does not divide."""
+    left = list(monomial)
+    for f in factors:
+        if f not in left:
+            return None
+        left.remove(f)
+    return tuple(left)
 
 
 def _floordiv(a: Expr, b: Expr) -> Expr:
@@ -283,14 +155,14 @@ def _floordiv(a: Expr, b: Expr) -> Expr:
         return a
     if (split := _split(a, b)) and (split[2] or split[0]):  # (c q + r) // c = q + r // c
         quotient, rest, small = split
-        return from_poly(quotient if small else _plus(quotient, poly(_floordiv(from_poly(rest), b)), 1))
+        return from_poly(quotient if small else plus(quotient, poly(_floordiv(from_poly(rest), b)), 1))
     match a:
         case Apply("floordiv", (x, c)):  # (x // c) // b = x // (c b)
             return apply("floordiv", x, apply("mul", c, b))
     if is_natural(a):
         return Apply("floordiv", (a, b))
     # a // b = (a - a mod b) / b, where the difference is an exact multiple of b in either rounding
-    return Apply("floordiv", (from_poly(_plus(poly(a), poly(_mod(a, b)), -1)), b))
+    return Apply("floordiv", (from_poly(plus(poly(a), poly(_mod(a, b)), -1)), b))
 
 
 def _mod(a: Expr, b: Expr) -> Expr:
@@ -300,7 +172,7 @@ def _mod(a: Expr, b: Expr) -> Expr:
     if (split := _split(a, b)) and (split[2] or split[0]):  # (c q + r) mod c = r mod c
         return from_poly(split[1]) if split[2] else _mod(from_poly(split[1]), b)
     inner = Apply("mod", (a, b))
-    return inner if is_natural(a) else Apply("mod", (from_poly(_plus(poly(inner), poly(b), 1)), b))
+    return inner if is_natural(a) else Apply("mod", (from_poly(plus(poly(inner), poly(b), 1)), b))
 
 
 def cast(x: Expr, dtype: str) -> Expr:

@@ -14,8 +14,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import lru_cache
 
-from fusecomp.ir.algebra import COMPARE, Poly, apply, from_poly, poly, substitute
+from fusecomp.ir.algebra import COMPARE, apply, substitute
 from fusecomp.ir.expr import Apply, Const, Expr, Var, kind, variables
+from fusecomp.ir.poly import Poly, from_poly, poly
 
 
 @dataclass(frozen=True)

@@ -91,7 +91,7 @@ class AttentionRegion:
 
     @property
     def sizes(self) -> tuple[str, ...]:
-        """Names of the run-time lengths the kernel takes, in order: the batch axes', M, N, then what expressions use."""
+        """Names of the run-time lengths the kernel takes, in order: the batch axes', M, N, what expressions use."""
         named = [s.name for v in (*self.batch, self.q_idx, self.kv_idx) for s in [v.size] if isinstance(s, Size)]
         used = [x.name for e in self.expressions() for x in parts(e) if isinstance(x, Size)]
         return tuple(dict.fromkeys([*named, *sorted(set(used))]))

@@ -12,7 +12,6 @@ from fusecomp.planning.cost import FITTED, evaluate
 from fusecomp.planning.device import Device
 from fusecomp.planning.facts import WIDTH, Facts, facts, lengths, value, visits
 
-
 TCGEN05_BARRIERS = 1056
 """B that a kernel with tcgen05 takes for its barriers and for the address of its tensor memory, at most."""
 

@@ -1,4 +1,4 @@
-"""The operator that stands in the rewritten graph: opaque to Inductor, known to autograd, to fake tensors and to export.
+"""The operator that stands in the rewritten graph: opaque to Inductor, known to autograd, fake tensors and export.
 
     fusecomp::attention(tensors, sizes, shape, order, dtype, key) -> O
 

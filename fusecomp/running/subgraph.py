@@ -11,8 +11,9 @@ from torch import Tensor
 from torch.fx import Node
 
 from fusecomp.graph.facts import op_name
-from fusecomp.patterns.build import Match, SizeSource
+from fusecomp.patterns.build import Match
 from fusecomp.patterns.contraction import READERS
+from fusecomp.patterns.naming import SizeSource
 
 
 def run_original(match: Match, inputs: Sequence[Tensor], dtype: torch.dtype | None = None) -> Tensor:

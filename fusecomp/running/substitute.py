@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
-from fusecomp.patterns.build import Match, SizeSource
+from fusecomp.patterns.build import Match
+from fusecomp.patterns.naming import SizeSource
 from fusecomp.running.operator import empty_ordered
 
 
@@ -66,7 +67,8 @@ def on_device(node: Node, output: Node) -> Node:
 
 def described(node: Node, like: Node, shape: list[Any] | None = None, order: tuple[int, ...] = ()) -> None:
     """Metadata of a new node: the source line of the node it stands for, and a fake tensor."""
-    node.meta = {k: v for k, v in like.meta.items() if k in ("stack_trace", "nn_module_stack", "source_fn_stack", "val")}
+    kept = ("stack_trace", "nn_module_stack", "source_fn_stack", "val")
+    node.meta = {k: v for k, v in like.meta.items() if k in kept}
     val = like.meta["val"]
     if shape is None or not isinstance(val, Tensor):
         return

@@ -63,7 +63,7 @@ class Judged:
 
 
 def verify(match: Match, launch: Launch, sizes: Mapping[str, int], device: torch.device, kernel: str) -> Verdict:
-    """Hold a kernel against the graph it replaces, on random inputs of the graph's shapes; cached by what was compared."""
+    """Hold a kernel against the graph it replaces, on random inputs of its shapes; cached by what was compared."""
     examples = [example_of(n.meta["val"]) for n in match.inputs]
     name = cache.digest(VERSION, kernel, match.region.key, fingerprint(match), examples, dict(sizes), machine(device))
     path = cache.directory("verdicts") / f"{name}.json"
@@ -112,7 +112,8 @@ def compare(
     rows = torch.randperm(out.shape[rows_axis], device=device)[:SAMPLED_ROWS].sort().values
     exact = evaluate(region, tensors, lengths, torch.float64, rows)
     eager = run_original(match, tensors).reshape(out.shape) if scores <= EAGER_SCORES.get(device.type, 0) else None
-    against = "eager, and its meaning in float64 on sampled rows" if eager is not None else "its meaning on sampled rows"
+    sampled = "its meaning in float64 on sampled rows"
+    against = f"eager, and {sampled}" if eager is not None else sampled
     picked = [None if x is None else x.index_select(rows_axis, rows) for x in (out, eager)]
     return Judged(picked[0], picked[1], exact, against)  # type: ignore[arg-type]
 

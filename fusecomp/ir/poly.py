@@ -1,0 +1,142 @@
+"""Integer arithmetic in one normal form: sums of integer multiples of products of indices and sizes.
+
+Two polynomials are the same function exactly when their normal forms are equal, which is what lets `(h * D + d) // D`
+become `h`. What is not + - * is an indeterminate.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from functools import lru_cache
+
+from fusecomp.ir.expr import Apply, Const, Expr, Size, Var
+
+Monomial = tuple[Expr, ...]
+Poly = dict[Monomial, int]
+
+
+@lru_cache(maxsize=20_000)
+def _poly(e: Expr) -> tuple[tuple[Monomial, int], ...]:
+    match e:
+        case Const(int(value)):
+            return (((), int(value)),) if value else ()
+        case Apply("add", (a, b)):
+            return _freeze(plus(poly(a), poly(b), 1))
+        case Apply("sub", (a, b)):
+            return _freeze(plus(poly(a), poly(b), -1))
+        case Apply("neg", (a,)):
+            return _freeze(plus({}, poly(a), -1))
+        case Apply("mul", (a, b)):
+            return _freeze(times(poly(a), poly(b)))
+        case _:
+            return (((e,), 1),)
+
+
+def poly(e: Expr) -> Poly:
+    """The polynomial of an integer expression; what is not + - * is an indeterminate."""
+    return dict(_poly(e))
+
+
+def _freeze(p: Poly) -> tuple[tuple[Monomial, int], ...]:
+    return tuple((m, c) for m, c in p.items() if c)
+
+
+def plus(p: Poly, q: Poly, sign: int) -> Poly:
+    total = Counter(p)
+    for monomial, c in q.items():
+        total[monomial] += sign * c
+    return {m: c for m, c in total.items() if c}
+
+
+def times(p: Poly, q: Poly) -> Poly:
+    total: Counter[Monomial] = Counter()
+    for m1, c1 in p.items():
+        for m2, c2 in q.items():
+            total[tuple(sorted(m1 + m2, key=str))] += c1 * c2
+    return {m: c for m, c in total.items() if c}
+
+
+def from_poly(p: Poly) -> Expr:
+    """The expression of a polynomial: positive terms first, then the larger monomials, constants last."""
+    terms = sorted(((m, c) for m, c in p.items() if c), key=lambda t: (t[1] < 0, -len(t[0]), str(t[0])))
+    total: Expr | None = None
+    for monomial, c in terms:
+        term = _product(monomial, abs(c) if total is not None else c)
+        if total is None:
+            total = term
+        else:
+            total = Apply("add" if c > 0 else "sub", (total, term))
+    return total if total is not None else Const(0)
+
+
+def _product(monomial: Monomial, c: int) -> Expr:
+    factors: list[Expr] = list(monomial)
+    if c != 1 or not factors:
+        factors.append(Const(c))
+    product = factors[0]
+    for factor in factors[1:]:
+        product = Apply("mul", (product, factor))
+    return product
+
+
+def always_natural(p: Poly) -> bool:
+    """Whether p >= 0 for every value of its indices and sizes (sizes are at least 1). False where unknown."""
+    lowest: Poly = {}
+    for monomial, c in p.items():
+        term: Poly = {(): c}
+        for factor in monomial:
+            term = times(term, _least(factor, c))
+        if term == {(): 0} and monomial:
+            return False
+        lowest = plus(lowest, term, 1)
+    return all(c >= 0 for c in lowest.values())
+
+
+def _least(factor: Expr, c: int) -> Poly:
+    """What stands for `factor` where c * factor is least: sizes become 1 + something natural."""
+    match factor:
+        case Var(_, size):
+            return {} if c >= 0 else _at_least_one(plus(poly(size), {(): 1}, -1))
+        case Size():
+            return {(): 1, (factor,): 1}
+        case Apply("floordiv" | "mod") if c >= 0:
+            return {}
+        case Apply("mod", (_, m)):
+            return _at_least_one(plus(poly(m), {(): 1}, -1))
+        case Apply("floordiv", (a, Const(int(m)))) if (top := upper(a)) is not None:
+            return {(): top // m}
+        case _:
+            return {(): -(10**18)} if c > 0 else {(): 10**18}
+
+
+def _at_least_one(p: Poly) -> Poly:
+    total: Poly = {}
+    for monomial, c in p.items():
+        term: Poly = {(): c}
+        for factor in monomial:
+            term = times(term, {(): 1, (factor,): 1} if isinstance(factor, Size) else {(factor,): 1})
+        total = plus(total, term, 1)
+    return total
+
+
+def upper(e: Expr) -> int | None:
+    """A constant that integer `e` never exceeds, or None."""
+    top = 0
+    for monomial, c in poly(e).items():
+        for factor in monomial:
+            match factor:
+                case Var(_, Const(int(size))) if c > 0:
+                    c *= size - 1
+                case Apply("mod", (_, Const(int(m)))) if c > 0:
+                    c *= m - 1
+                case Var() | Size() | Apply("mod" | "floordiv") if c < 0:
+                    c = 0
+                case _:
+                    return None
+        top += c
+    return top
+
+
+def is_natural(e: Expr) -> bool:
+    """Whether the integer e is provably >= 0."""
+    return always_natural(poly(e))

@@ -1,0 +1,128 @@
+"""Canonical names of operands and lengths, and the order of O in memory: equal attentions make equal regions."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import TypeAlias
+
+import torch
+from torch.fx import Node
+
+from fusecomp.graph.facts import op_name, shape, size_expr, value
+from fusecomp.ir.expr import Cast, Const, Expr, Load, Size, Var, transform
+from fusecomp.patterns.lift import Decline, Lift
+from fusecomp.patterns.products import Found, Pair
+
+SizeSource: TypeAlias = "int | Node | tuple[Node, int]"
+"""A run-time length: a number, a node that is one, or an axis of a tensor node."""
+
+
+def operand_names(pairs: Sequence[Pair], v: Load, held: Sequence[Expr], products: set[Load]) -> dict[str, str]:
+    """FX name -> operand name: q, k, v, then load0, load1 ... in order of appearance."""
+    names: dict[str, str] = {}
+    for count, pair in enumerate(pairs):
+        suffix = "" if count == 0 else str(count)
+        names.setdefault(pair.q.tensor, f"q{suffix}")
+        names.setdefault(pair.k.tensor, f"k{suffix}")
+    names.setdefault(v.tensor, "v")
+    sides = [x for pair in pairs for x in (pair.q, pair.k)]
+    for e in [*held, *(i for x in [*sides, v] for i in x.index)]:
+        for x in ordered_loads(e):
+            if x not in products and x.tensor not in names:
+                names[x.tensor] = f"load{sum(n.startswith('load') for n in names.values())}"
+    return names
+
+
+def ordered_loads(e: Expr) -> Iterator[Load]:
+    """Loads of `e` in the order in which they are written."""
+    seen: set[Expr] = set()
+
+    def walk(x: Expr) -> Iterator[Load]:
+        if x in seen:
+            return
+        seen.add(x)
+        for a in x.args:
+            yield from walk(a)
+        if isinstance(x, Load):
+            yield x
+
+    yield from walk(e)
+
+
+def renamed(x: Expr, names: dict[str, str], sizes: Lengths) -> Expr | None:
+    """Tensors by operand name; batch, query and key lengths by their letter; other run-time lengths L0, L1 ..."""
+    match x:
+        case Var(name, _) if name in sizes.letters:
+            return Var(name, Size(sizes.letters[name]))
+        case Size():
+            return sizes.rename(x)
+        case Load(tensor, index, kind):
+            return Load(names[tensor], tuple(transform(i, lambda y: renamed(y, names, sizes)) for i in index), kind)
+    return None
+
+
+class Lengths:
+    """Which run-time length is which: letters for the region's axes, and where to read each."""
+
+    def __init__(self, lift: Lift, found: Found, names: dict[str, str], interior: tuple[Node, ...]) -> None:
+        self.lift, self.found, self.names, self.interior = lift, found, names, frozenset(interior)
+        self.letters = {v.name: v.name.upper() for v in found.batch} | {"q_idx": "M", "kv_idx": "N"}
+        self.sources: dict[str, SizeSource] = {}
+        self.known: dict[Expr, str] = {}
+        for letter, v in found.axes.items():
+            if v.name in self.letters:
+                name = self.letters[v.name]
+                self.sources[name] = self.axis(found, letter)
+                if isinstance(v.size, Size):
+                    self.known.setdefault(v.size, name)
+
+    def axis(self, found: Found, letter: str) -> SizeSource:
+        """The length of one of the product's letters."""
+        return self.find(found.spec.size(letter))
+
+    def rename(self, size: Size) -> Expr:
+        """A symbol of the shape environment as a length of the region."""
+        if size in self.known.values() or size.name in self.sources:
+            return size
+        if size not in self.known:
+            name = f"L{sum(n.startswith('L') for n in self.sources)}"
+            self.known[size] = name
+            self.sources[name] = self.find(size)
+        return Size(self.known[size])
+
+    def find(self, size: Expr) -> SizeSource:
+        """Where a length can be read without keeping the scores alive: off an operand, or off what was there before."""
+        if isinstance(size, Const):
+            return int(size.value)
+        held = [self.lift.reads[n].node for n in self.names]
+        for node in [*held, *self.lift.facts.graph.nodes]:
+            if node is self.found.output:
+                break
+            if isinstance(value(node), torch.SymInt) and size_expr(value(node)) in (size, Cast(size, "int64")):
+                return node
+            if isinstance(value(node), torch.Tensor) and node not in self.interior and size in (s := shape(node)):
+                return (node, s.index(size))
+        raise Decline(f"the length {size} can be read off no tensor")
+
+    def source(self, name: str) -> SizeSource:
+        return self.sources[name]
+
+
+def memory_order(output: Node) -> tuple[int, ...]:
+    """The axes of O in the order that its reader wants in memory: a permutation that is then made contiguous."""
+    rank = len(shape(output))
+    plain = tuple(range(rank))
+    orders = {permutation(u, rank) for u in output.users}
+    if len(orders) != 1:
+        return plain
+    return orders.pop() or plain
+
+
+def permutation(user: Node, rank: int) -> tuple[int, ...] | None:
+    """The permutation that `user` applies, where all that happens to its result is to be made contiguous."""
+    if op_name(user) not in ("transpose", "permute", "movedim", "swapaxes") or not user.users:
+        return None
+    if any(op_name(u) not in ("contiguous", "reshape", "clone", "flatten") for u in user.users):
+        return None
+    toy = user.target(torch.empty(tuple(range(2, 2 + rank)), device="meta"), *user.args[1:], **user.kwargs)  # type: ignore[operator]
+    return tuple(n - 2 for n in toy.shape)

@@ -1,0 +1,132 @@
+"""The two products of an attention: which tensors are Q, K and V, and which element of each is read where."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from torch.fx import Node
+
+from fusecomp.graph.facts import dtype, value
+from fusecomp.ir.algebra import ZERO, const
+from fusecomp.ir.expr import Const, Expr, Load, Var, parts, variables
+from fusecomp.patterns.contraction import Contraction
+from fusecomp.patterns.lift import Decline, Lift
+from fusecomp.patterns.operands import operand
+from fusecomp.patterns.weights import Weights
+
+HALF_OR_SINGLE = ("bfloat16", "float16", "float32")
+MOST_D = 576
+
+
+@dataclass(frozen=True)
+class Found:
+    """Weights times values at one product."""
+
+    product: Node
+    output: Node
+    """The product, or the quotient that normalises it."""
+    spec: Contraction
+    axes: dict[str, Var]
+    """The product's letters as indices."""
+    weights: Weights
+
+    def index(self, name: str) -> Var:
+        return next(v for v in self.axes.values() if v.name == name)
+
+    @property
+    def out_axes(self) -> str:
+        """The letters of O's axes; a query axis of length 1 is appended where the product has none."""
+        rows = [a for a, v in self.axes.items() if v.name == "q_idx"]
+        return self.spec.out_axes + "".join(a for a in rows if a not in self.spec.out_axes)
+
+    @property
+    def batch(self) -> tuple[Var, ...]:
+        return tuple(v for v in self.axes.values() if v.name not in ("q_idx", "kv_idx", "dv"))
+
+
+@dataclass(frozen=True)
+class Pair:
+    """The two sides of one score product: which element of which tensor."""
+
+    q: Load
+    k: Load
+    d: Var
+    dtype: str
+
+
+def score_products(lift: Lift, found: Found, held: list[Expr]) -> Iterator[tuple[Load, Pair]]:
+    """The contractions in the scores that are Q K^T: one side over queries, the other over keys. Raises Decline."""
+    loads = [x for x in parts(held[0]) if isinstance(x, Load) and x.tensor in lift.products]
+    count = 0
+    for load in sorted(loads, key=lambda x: lift.facts.position[lift.facts.names[x.tensor]]):
+        pair = as_product(lift, found, load, count)
+        if pair is not None:
+            count += 1
+            yield load, pair
+    if not count:
+        raise Decline("no product of queries and keys lies under the softmax", nearest(lift, loads, held[0]))
+
+
+def nearest(lift: Lift, loads: list[Load], score: Expr) -> Node | None:
+    """The node that stands where the scores should have come from."""
+    names = [x.tensor for x in loads] or [x.tensor for x in parts(score) if isinstance(x, Load)]
+    return lift.facts.names[names[0]] if names else None
+
+
+def as_product(lift: Lift, found: Found, load: Load, count: int) -> Pair | None:
+    """The sides of a contraction that is read at (.., q_idx, .., kv_idx, ..), or None."""
+    node, spec = lift.facts.names[load.tensor], lift.products[load.tensor]
+    if len(spec.contracted) != 1:
+        return None
+    at = dict(zip(spec.out_axes, load.index, strict=True))
+    size = spec.size(spec.contracted)
+    length = size.value if isinstance(size, Const) else specialised(spec, spec.contracted)
+    d = Var("d" if count == 0 else f"d{count}", const(int(length)))
+    at[spec.contracted] = d
+    left, right = (side(at, axes) for axes in (spec.left_axes, spec.right_axes))
+    rows = [{"q_idx", "kv_idx"} & set().union(*(variables(i) for i in index)) for index in (left, right)]
+    if "kv_idx" in rows[0] and "q_idx" not in rows[0]:
+        spec, left, right, rows = spec.swapped(), right, left, rows[::-1]
+    if "kv_idx" in rows[0] or rows[1] != {"kv_idx"}:
+        return None
+    if d.size.value > MOST_D:  # type: ignore[attr-defined]
+        raise Decline(f"head size {d.size} is above {MOST_D}", node)
+    q_idx, kv_idx = found.index("q_idx"), found.index("kv_idx")
+    place_of = lift.facts.position[node]
+    q = operand(lift, spec.left, left, q_idx, d, place_of)
+    k = operand(lift, spec.right, right, kv_idx, d, place_of)
+    return Pair(q, k, d, product_dtype(dtype(node), q.dtype, k.dtype, node))
+
+
+def side(at: dict[str, Expr], axes: str) -> tuple[Expr, ...]:
+    return tuple(at.get(a, ZERO) for a in axes)
+
+
+def specialised(spec: Contraction, letter: str) -> int:
+    """A head size that is symbolic is fixed, with a guard: kernels are built for one head size."""
+    for node, axes in ((spec.left, spec.left_axes), (spec.right, spec.right_axes)):
+        if letter in axes:
+            return int(value(node).shape[axes.index(letter)])
+    raise KeyError(letter)
+
+
+def product_dtype(computed: str, q: str, k: str, node: Node) -> str:
+    """What the tensor cores multiply: the dtype of the graph's product, or the narrower one that both sides have."""
+    if computed not in HALF_OR_SINGLE:
+        raise Decline(f"products in {computed} have no kernel", node)
+    return q if computed == "float32" and q == k and q in HALF_OR_SINGLE else computed
+
+
+def value_access(lift: Lift, found: Found) -> Load:
+    """Which element of which tensor V is. Raises Decline."""
+    spec, dv = found.spec, found.index("dv")
+    if dtype(found.product) not in HALF_OR_SINGLE:
+        raise Decline(f"products in {dtype(found.product)} have no kernel", found.product)
+    letter = next(a for a, v in found.axes.items() if v.name == "dv")
+    size = dv.size.value if isinstance(dv.size, Const) else specialised(spec, letter)
+    if size > MOST_D:
+        raise Decline(f"value head size {size} is above {MOST_D}", found.product)
+    fixed = Var("dv", const(int(size)))
+    index = tuple(fixed if a == letter else found.axes.get(a, ZERO) for a in spec.right_axes)
+    return operand(lift, spec.right, index, found.index("kv_idx"), fixed, lift.facts.position[found.product])
