@@ -24,7 +24,7 @@ from torch.fx import Node
 
 from fusecomp.graph.facts import Facts, dtype, is_tensor, number, op_name, shape, storage, value, written_arguments
 from fusecomp.ir.algebra import ZERO, apply, const
-from fusecomp.ir.expr import Const, Expr, Load, Reduce, Var, parts
+from fusecomp.ir.expr import Const, Expr, Load, Reduce, Var, dtype_kind, parts, variables
 from fusecomp.patterns.contraction import Contraction, contraction
 
 Index = tuple[Expr, ...]
@@ -99,6 +99,12 @@ class Lift:
         """Whether `e` depends on some product."""
         return holds(e, self.products)
 
+    def indexes(self, at: Expr) -> bool:
+        """Whether a table may be read at `at` for every score. An index that costs float arithmetic, or a read for every
+        pair of query and key, is better followed once, outside: the kernel then reads what it led to."""
+        loads = [x for x in parts(at) if isinstance(x, Load)]
+        return not any(dtype_kind(x.dtype) == "float" or runs_over_pairs(x) for x in loads)
+
     def scalar(self, x: Any) -> Expr:
         """A number, symbolic number, or a number taken out of a tensor."""
         e = number(x)
@@ -157,6 +163,12 @@ class Lift:
         read = self.reads.setdefault(node.name, Read(node, self.at))
         read.at = min(read.at, self.at)
         return Load(node.name, index, dtype(node))
+
+
+def runs_over_pairs(load: Load) -> bool:
+    """Whether `load` depends on both a query and a key (which is a bound index where a sum over keys is lifted)."""
+    names = frozenset().union(*map(variables, load.index))
+    return "q_idx" in names and any(n == "kv_idx" or n[1:].isdigit() for n in names)
 
 
 def holds(e: Expr, names: Container[str]) -> bool:

@@ -47,6 +47,10 @@ class Moves(Lift):
             return self.leaf(node, index)
         return super().lift_tensor(node, index)
 
+    def indexes(self, at: Expr) -> bool:  # noqa: ARG002
+        """Operands are read through any page table."""
+        return True
+
     def product(self, node: Node, spec: Contraction, index: Index) -> Expr:  # noqa: ARG002
         return self.leaf(node, index)
 

@@ -195,6 +195,8 @@ def indexed(lift: Lift, node: Node, index: Index) -> Expr | None:
     for k, size in enumerate(shape(source)):
         if k in used:
             element = lift.lift(indices[k], broadcast(tuple(at), outer, shape(indices[k])))
+            if not lift.indexes(element):
+                return None
             found.append(wrapped(element, size))
         else:
             found.append(rest.pop(0))
@@ -202,11 +204,12 @@ def indexed(lift: Lift, node: Node, index: Index) -> Expr | None:
 
 
 @rule("index_select")
-def index_selected(lift: Lift, node: Node, index: Index) -> Expr:
+def index_selected(lift: Lift, node: Node, index: Index) -> Expr | None:
     """y[.., i, ..] = x[.., positions[i], ..]"""
     source, dim, positions = node.args[:3]
     dim = axis(dim, len(index))
-    return lift.lift(source, replaced(index, dim, lambda i: lift.lift(positions, (i,))))
+    at = lift.lift(positions, (index[dim],))
+    return lift.lift(source, replaced(index, dim, lambda _: at)) if lift.indexes(at) else None
 
 
 @rule("gather", "take_along_dim")
@@ -218,15 +221,18 @@ def gathered(lift: Lift, node: Node, index: Index) -> Expr | None:
     if dim is None:
         return None
     at = lift.lift(positions, broadcast(index, shape(node), shape(positions)))
+    if not lift.indexes(at):
+        return None
     inner = replaced(index, axis(dim, len(index)), lambda _: at)
     return lift.lift(source, broadcast(inner, shape(node), shape(source)))
 
 
 @rule("embedding")
-def embedded(lift: Lift, node: Node, index: Index) -> Expr:
+def embedded(lift: Lift, node: Node, index: Index) -> Expr | None:
     """y[.., d] = table[ids[..], d]"""
     table, ids = node.args[:2]
-    return lift.lift(table, (lift.lift(ids, index[:-1]), index[-1]))
+    at = lift.lift(ids, index[:-1])
+    return lift.lift(table, (at, index[-1])) if lift.indexes(at) else None
 
 
 def replaced(index: Index, dim: int, f: Any) -> Index:

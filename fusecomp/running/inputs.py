@@ -1,4 +1,4 @@
-"""Random operands for a region: normal numbers, plausible integers, real strides, no zeros."""
+"""Random operands for a region: normal numbers, plausible integers, real strides, no zeros but where a mask asks."""
 
 from __future__ import annotations
 
@@ -8,13 +8,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fusecomp.ir.expr import Expr, Load, kind, parts
+from fusecomp.errors import VerificationError
+from fusecomp.ir.expr import Apply, Const, Expr, Load, kind, parts
 from fusecomp.ir.reference import bind, evaluate_expr
-from fusecomp.ir.region import AttentionRegion
+from fusecomp.ir.region import AttentionRegion, loads_of
 from fusecomp.running.subgraph import concrete
 
 Example = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]
 """(shape, strides, dtype) of one operand."""
+MASKED = 0.2
+"""The part of a mask that is False, and of a tensor compared with a number that is that number."""
 
 
 def example_of(fake: Tensor) -> Example:
@@ -25,42 +28,64 @@ def example_of(fake: Tensor) -> Example:
 def draw(
     region: AttentionRegion, examples: Sequence[Example], sizes: Mapping[str, int], device: torch.device, seed: int = 0
 ) -> list[Tensor]:
-    """One random tensor per operand. Integers that index a tensor stay inside it; others reach from 0 to N."""
-    generator = torch.Generator(device=device).manual_seed(seed)
-    reach = max([*sizes.values(), 2]) + 1
-    tensors = [_draw(e, reach, generator, device) for e in examples]
-    while reach > 1 and not inside(region, tensors, sizes):
-        reach = (reach + 1) // 2
-        tensors = [t if t.is_floating_point() else _draw(e, reach, generator, device) for t, e in zip(tensors, examples, strict=True)]
-    return tensors
+    """One random tensor per operand. Integers reach from 0 to N, or less far where they index a tensor and would leave
+    it. Raises VerificationError where no such integers are found."""
+    names = [o.name for o in region.operands]
+    compared = dict(compared_with(region))
+    reach = dict.fromkeys(names, max([*sizes.values(), 2]) + 1)
+    while True:
+        generator = torch.Generator(device=device).manual_seed(seed)
+        tensors = [_draw(e, reach[n], compared.get(n), generator, device) for n, e in zip(names, examples, strict=True)]
+        wild = leaving(region, tensors, sizes)
+        if not wild:
+            return tensors
+        shrunk = [n for n in wild if reach[n] > 1 and not tensors[names.index(n)].is_floating_point()]
+        if not shrunk:
+            raise VerificationError(f"no random values of {', '.join(sorted(wild))} stay inside the tensor they index")
+        reach |= {n: (reach[n] + 1) // 2 for n in shrunk}
 
 
-def _draw(example: Example, reach: int, generator: torch.Generator, device: torch.device) -> Tensor:
-    """A tensor of the example's strides; expanded axes share memory as they do in the model."""
+def _draw(
+    example: Example, reach: int, often: float | None, generator: torch.Generator, device: torch.device
+) -> Tensor:
+    """A tensor of the example's strides; expanded axes share memory as they do in the model. `often`: a value to mix in."""
     shape, strides, dtype = example
     span = 1 + sum((n - 1) * s for n, s in zip(shape, strides, strict=True)) if all(shape) else 0
-    return torch.as_strided(_fill(span, dtype, reach, generator, device), shape, strides)
+    flat = _fill(span, dtype, reach, generator, device)
+    if often is not None and dtype != torch.bool:
+        flat[torch.rand(span, generator=generator, device=device) < MASKED] = often
+    return torch.as_strided(flat, shape, strides)
 
 
 def _fill(span: int, dtype: torch.dtype, reach: int, generator: torch.Generator, device: torch.device) -> Tensor:
     options: Any = {"generator": generator, "device": device}
     if dtype == torch.bool:
-        return torch.rand(span, **options) < 0.8
+        return torch.rand(span, **options) >= MASKED
     if dtype.is_floating_point:
         return torch.randn(span, **options).to(dtype)
     return torch.randint(0, reach, (span,), **options).to(dtype)
 
 
-def inside(region: AttentionRegion, tensors: Sequence[Tensor], sizes: Mapping[str, int]) -> bool:
-    """Whether every index that is read out of a tensor lies inside the tensor that it indexes."""
+def compared_with(region: AttentionRegion) -> Iterator[tuple[str, float]]:
+    """(operand, number) for each test of a load for being a number: random values would never be it."""
+    for e in region.expressions():
+        for x in parts(e):
+            match x:
+                case Apply("eq" | "ne", (Load(tensor), Const(value))) | Apply("eq" | "ne", (Const(value), Load(tensor))):
+                    yield tensor, value
+
+
+def leaving(region: AttentionRegion, tensors: Sequence[Tensor], sizes: Mapping[str, int]) -> set[str]:
+    """The operands that some coordinate was read from which lies outside of the tensor that it indexes."""
     env = bind(region, tensors, sizes, torch.float64)
     by_name = {o.name: t for o, t in zip(region.operands, tensors, strict=True)}
+    found: set[str] = set()
     for name, place, coordinate in coordinates(region):
-        if any(isinstance(x, Load) for x in parts(coordinate)) and kind(coordinate) == "int":
-            at = evaluate_expr(coordinate, env)
-            if int(at.min()) < 0 or int(at.max()) >= by_name[name].shape[place]:
-                return False
-    return True
+        if loads_of(coordinate) and kind(coordinate) == "int":
+            at, length = evaluate_expr(coordinate, env), by_name[name].shape[place]
+            if at.numel() and length and (int(at.min()) < 0 or int(at.max()) >= length):
+                found |= loads_of(coordinate)
+    return found
 
 
 def coordinates(region: AttentionRegion) -> Iterator[tuple[str, int, Expr]]:

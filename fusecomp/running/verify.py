@@ -30,7 +30,7 @@ EXACT_SCORES = {"cpu": 1 << 23, "cuda": 1 << 28}
 EAGER_SCORES = {"cpu": 1 << 25, "cuda": 1 << 31}
 """Scores up to which they are run in the model's dtype."""
 SAMPLED_ROWS = 64
-VERSION = 1
+VERSION = 2
 
 
 @dataclass(frozen=True)
