@@ -72,7 +72,10 @@ GOLDEN: dict[str, tuple[AttentionRegion, TilePlan]] = {
     "alibi": (r := _alibi(), tiles(r, 128, 64)),
     "padded_finite_fill": (r := _padded(), tiles(r, 64, 32)),
     "bias": (r := _bias(), tiles(r, 64, 64)),
-    "latent_192_128": (r := _attention(times(score, 192**-0.5), causal, d=192, dv=128), replace(tiles(r, 128, 64), warps=8)),
+    "latent_192_128": (
+        r := _attention(times(score, 192**-0.5), causal, d=192, dv=128),
+        replace(tiles(r, 128, 64), warps=8),
+    ),
     "paged_decode": (r := paged(), tiles(r, 16, 64, "decode", pack=4)),
 }
 
