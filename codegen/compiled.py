@@ -15,6 +15,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from fusecomp.codegen.frame import Frame
 from fusecomp.codegen.interpreter import interpreting
 from fusecomp.codegen.source import KernelSource
 from fusecomp.errors import KernelError
@@ -56,7 +57,7 @@ def cross_compile(source: KernelSource, arch: Arch, kernel: str = "attention") -
     with tempfile.TemporaryDirectory() as folder:
         function = getattr(_module(source, Path(folder)), kernel)
         signature, constants, attributes = _signature(source, function.arg_names)
-        options = {"num_warps": source.plan.warps, "num_stages": source.plan.stages}
+        options = {"num_warps": source.plan.warps, "num_stages": Frame(source.region, source.plan).stages}
         begin = time.perf_counter()
         try:
             ast = ASTSource(function, signature, constants, attributes)

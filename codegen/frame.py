@@ -208,6 +208,12 @@ class Frame:
     def k_begin(self) -> str:
         return "k_begin" if self.reach.lower or self.plan.skeleton == "decode" else "0"
 
+    @property
+    def stages(self) -> int:
+        """Of the compiler's pipeline. A load whose address is loaded itself waits a stage for it, so that as many buffers
+        of K and V as the plan means take nearly twice the stages."""
+        return 2 * self.plan.stages - 1 if self.addressed.tiles else self.plan.stages
+
     def factor(self, e: Exponent) -> str:
         """Name of the constant that `e.scale` is printed as."""
         return "SCALE" if e.scale == self.exponent.scale else "FILLED_SCALE"

@@ -74,7 +74,7 @@ def _factor(e: Expr, frame: Frame) -> str:
 
 def call(kernel: str, grid: str, params: list[str], frame: Frame, warps: int = 0) -> Lines:
     """kernel[grid](...) on the current stream."""
-    schedule = [f"num_warps={warps or frame.plan.warps}", f"num_stages={frame.plan.stages}"]
+    schedule = [f"num_warps={warps or frame.plan.warps}", f"num_stages={frame.stages}"]
     arguments = wrapped([*map(argument, params), *schedule], 8)
     return [f"{kernel}[({grid},)](", *("    " + line for line in arguments), ")"]
 

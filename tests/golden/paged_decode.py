@@ -213,11 +213,11 @@ def launch(out, tensors, sizes):
         q, k_pool, v_pool, table, lengths, part_acc, part_max, part_sum, splits, q.stride(0),
         q.stride(1), q.stride(2), q.stride(3), k_pool.stride(0), k_pool.stride(1), k_pool.stride(2),
         k_pool.stride(3), v_pool.stride(0), v_pool.stride(1), v_pool.stride(2), v_pool.stride(3),
-        table.stride(0), table.stride(1), lengths.stride(0), H, M, N, num_warps=4, num_stages=2,
+        table.stride(0), table.stride(1), lengths.stride(0), H, M, N, num_warps=4, num_stages=3,
     )
     combine[(rows,)](
         out, part_acc, part_max, part_sum, splits, out.stride(0), out.stride(1), out.stride(2),
-        out.stride(3), H, M, num_warps=4, num_stages=2,
+        out.stride(3), H, M, num_warps=4, num_stages=3,
     )
 
 
