@@ -210,8 +210,8 @@ class Frame:
 
     @property
     def stages(self) -> int:
-        """Of the compiler's pipeline. A load whose address is loaded itself waits a stage for it, so that as many buffers
-        of K and V as the plan means take nearly twice the stages."""
+        """Of the compiler's pipeline. A load whose address is loaded itself waits a stage for it: as many buffers of K
+        and V as the plan means take nearly twice the stages."""
         return 2 * self.plan.stages - 1 if self.addressed.tiles else self.plan.stages
 
     def factor(self, e: Exponent) -> str:
