@@ -63,7 +63,8 @@ def attention(
     """O of one region: `shape` in the order of region.out_axes, memory in `order`."""
     out = empty_ordered(shape, order, tensors[0], dtype)
     if out.numel():
-        kernel_of(key).launch(out, tensors, sizes)
+        with torch.cuda.device_of(out):
+            kernel_of(key).launch(out, tensors, sizes)
     return out
 
 
