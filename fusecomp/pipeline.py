@@ -12,7 +12,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -24,6 +24,7 @@ from fusecomp.codegen.source import KernelSource
 from fusecomp.errors import FusecompError, VerificationError
 from fusecomp.graph.capture import capture, may_hold_attention, uses_functorch
 from fusecomp.graph.facts import Place, place
+from fusecomp.ir.region import AttentionRegion
 from fusecomp.patterns.attention import Declined, recognise
 from fusecomp.patterns.build import Match
 from fusecomp.patterns.sdpa import PLAIN, plain_calls, put_back, write_out
@@ -35,7 +36,8 @@ from fusecomp.running.loader import load
 from fusecomp.running.operator import Kernel, Launch, register
 from fusecomp.running.subgraph import seen
 from fusecomp.running.substitute import substitute
-from fusecomp.running.verify import Verdict, verify
+from fusecomp.running.tune import tuned
+from fusecomp.running.verify import Verdict, example, machine, verify
 from fusecomp.settings import Options
 
 log = logging.getLogger(__name__)
@@ -101,10 +103,12 @@ def compile_match(module: GraphModule, match: Match, options: Options) -> Entry:
     base = Entry(0, "fallback", region.origin, region.source, region, sizes)
     if options.lowering == "off":
         return replace(base, status="declined", reason="the option lowering is off")
-    region = replace(region, empty_row="zero") if options.empty_rows == "zero" else region
+    if options.empty_rows == "zero":
+        region = replace(region, empty_row="zero")
+        match = replace(match, region=region)
     device = match.inputs[0].meta["val"].device
     try:
-        lowered = lower(replace(match, region=region), sizes, device, options)
+        lowered = lower(match, sizes, device, options)
         base = described(base, lowered)
         verdict = checked(match, lowered, sizes, device, options)
     except FusecompError as error:
@@ -128,9 +132,28 @@ def lower(match: Match, sizes: Mapping[str, int], device: torch.device, options:
     if wanted == "cpu" or (wanted == "auto" and device.type == "cpu" and not interpreted):
         return Lowered(f"{region.key}-cpu", cpu.lower(region), "cpu")
     tiles = plan(region, sizes)
+    if options.tune > 1 and device.type == "cuda":
+        tiles = tuned(region, sizes, options.tune, trial(match, sizes, device), machine(device))
+    source, launch = generate(region, tiles)
+    return Lowered(f"{source.name}-{cache.digest(source.text)[:8]}", launch, "triton", tiles, source)
+
+
+def generate(region: AttentionRegion, tiles: TilePlan) -> tuple[KernelSource, Launch]:
+    """The kernel of a plan, and what launches it."""
     source = emit(region, tiles)
-    module = load(source, cache.directory("kernels"))
-    return Lowered(f"{source.name}-{cache.digest(source.text)[:8]}", module.launch, "triton", tiles, source)
+    return source, load(source, cache.directory("kernels")).launch
+
+
+def trial(match: Match, sizes: Mapping[str, int], device: torch.device) -> Callable[[TilePlan], Callable[[], object]]:
+    """Plan -> a launch of its kernel on random inputs of the graph's shapes."""
+    with real_tensors():
+        tensors, out, lengths = example(match, sizes, device)
+
+    def run(tiles: TilePlan) -> Callable[[], object]:
+        _, launch = generate(match.region, tiles)
+        return lambda: launch(out, tensors, lengths)
+
+    return run
 
 
 def triton_interprets() -> bool:

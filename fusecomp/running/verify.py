@@ -8,7 +8,7 @@ sampled rows stands in for it, and the graph's own nodes are still run in the mo
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 
 import torch
@@ -17,7 +17,7 @@ from torch import Tensor
 from fusecomp.ir.reference import evaluate
 from fusecomp.patterns.build import Match
 from fusecomp.running import cache
-from fusecomp.running.inputs import Example, draw, example_of
+from fusecomp.running.inputs import draw, example_of
 from fusecomp.running.operator import Launch, empty_ordered
 from fusecomp.running.subgraph import run_original, seen
 
@@ -69,7 +69,7 @@ def verify(match: Match, launch: Launch, sizes: Mapping[str, int], device: torch
     path = cache.directory("verdicts") / f"{name}.json"
     if (known := cache.read_json(path)) is not None and set(known) == set(Verdict.__dataclass_fields__):
         return Verdict(**known)
-    verdict = judge(compare(match, launch, sizes, device, examples), match.region.out_dtype)
+    verdict = judge(compare(match, launch, sizes, device), match.region.out_dtype)
     if verdict.passed:  # a failure is looked into again: it may have been mended since
         cache.write_json(path, asdict(verdict))
     return verdict
@@ -94,28 +94,40 @@ def fingerprint(match: Match) -> str:
     return "\n".join(lines)
 
 
-def compare(
-    match: Match, launch: Launch, sizes: Mapping[str, int], device: torch.device, examples: Sequence[Example]
-) -> Judged:
-    """Run the kernel and its judges on the same random inputs."""
+def example(match: Match, sizes: Mapping[str, int], device: torch.device) -> tuple[list[Tensor], Tensor, list[int]]:
+    """(tensors, out, lengths) as a launch takes them: random operands of the graph's shapes and strides."""
     region = match.region
-    tensors = draw(region, examples, sizes, device)
-    lengths = [sizes[s] for s in region.sizes]
+    tensors = draw(region, [example_of(n.meta["val"]) for n in match.inputs], sizes, device)
     shape = [seen(s) for s in match.out_shape]
     out = empty_ordered(shape, region.out_order, tensors[0], getattr(torch, region.out_dtype))
+    return tensors, out, [sizes[s] for s in region.sizes]
+
+
+def compare(match: Match, launch: Launch, sizes: Mapping[str, int], device: torch.device) -> Judged:
+    """Run the kernel and its judges on the same random inputs."""
+    region = match.region
+    tensors, out, lengths = example(match, sizes, device)
     launch(out, tensors, lengths)
     scores = out.numel() // max(out.shape[region.out_axes.index("dv")], 1) * sizes["N"]
+    if scores <= EXACT_SCORES.get(device.type, 0) and (exact := original(match, tensors, out, torch.float64)) is not None:
+        return Judged(out, original(match, tensors, out), exact, "the graph in float64")
     rows_axis = region.out_axes.index("q_idx")
-    if scores <= EXACT_SCORES.get(device.type, 0):
-        exact = run_original(match, tensors, torch.float64).reshape(out.shape)
-        return Judged(out, run_original(match, tensors).reshape(out.shape), exact, "the graph in float64")
     rows = torch.randperm(out.shape[rows_axis], device=device)[:SAMPLED_ROWS].sort().values
     exact = evaluate(region, tensors, lengths, torch.float64, rows)
-    eager = run_original(match, tensors).reshape(out.shape) if scores <= EAGER_SCORES.get(device.type, 0) else None
+    eager = original(match, tensors, out) if scores <= EAGER_SCORES.get(device.type, 0) else None
     sampled = "its meaning in float64 on sampled rows"
     against = f"eager, and {sampled}" if eager is not None else sampled
     picked = [None if x is None else x.index_select(rows_axis, rows) for x in (out, eager)]
     return Judged(picked[0], picked[1], exact, against)  # type: ignore[arg-type]
+
+
+def original(match: Match, tensors: list[Tensor], out: Tensor, dtype: torch.dtype | None = None) -> Tensor | None:
+    """O from the graph's own nodes in the shape of `out`; None where the device has no room for its scores."""
+    try:
+        found = run_original(match, tensors, dtype).reshape(out.shape)
+    except torch.OutOfMemoryError:
+        return None
+    return found.nan_to_num(0.0) if match.region.empty_row == "zero" else found
 
 
 def judge(judged: Judged, dtype: str) -> Verdict:
