@@ -16,9 +16,6 @@ from fusecomp.ir.ranges import Bound, Reach, reach
 from fusecomp.ir.region import Access, AttentionRegion, extent
 from fusecomp.planning.tile import TilePlan
 
-NEAR = 104.0
-"""exp(-104) is below the smallest float32: a live score this far above the fill leaves dead keys no weight."""
-
 
 @dataclass(frozen=True)
 class Chunk:

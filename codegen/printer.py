@@ -65,7 +65,7 @@ def show(e: Expr, names: Names) -> tuple[str, int]:
         case Apply():
             return _apply(e, names)
         case Load(tensor, index, dtype) if names.torch:
-            body = f"{tensor}[{', '.join(triton_text(x, names) for x in index)}]"
+            body = f"{tensor}[{', '.join(triton_text(x, names) for x in index)}]" if index else tensor
             return body + (".float()" if dtype_kind(dtype) == "float" and dtype != "float64" else ""), ATOM
         case Score() | Load():
             raise KernelError(f"{e} has no value at this place of the kernel")

@@ -6,9 +6,9 @@ import re
 from collections.abc import Sequence
 
 from fusecomp.codegen.base2 import LOG2E, Exponent
-from fusecomp.codegen.frame import NEAR, Frame, score_name
+from fusecomp.codegen.frame import Frame, score_name
 from fusecomp.codegen.memory import element_loads, key_loads, row_loads, value_loads
-from fusecomp.codegen.printer import FLOAT_MAX, literal, show, triton_dtype, triton_text
+from fusecomp.codegen.printer import literal, show, triton_dtype, triton_text
 from fusecomp.codegen.program import state
 from fusecomp.ir.algebra import apply
 from fusecomp.ir.expr import Expr, Score, Var
@@ -135,16 +135,15 @@ def accumulate(frame: Frame) -> Lines:
 
 
 def rescue(frame: Frame) -> Lines:
-    """Rows whose largest live score is within 104 of the fill: softmax of the filled scores, over every key."""
+    """Rows whose largest live score is at most rescue_below: softmax of the filled scores, over every key."""
     if frame.filled is None:
         return []
-    level = frame.region.fill + NEAR
-    level = level if frame.exponent.natural else max(-FLOAT_MAX, level * LOG2E)
+    level = frame.region.rescue_below * (1.0 if frame.exponent.natural else LOG2E)
     size = triton_text(frame.kv_idx.size, frame.names)
     accs = [c.name("acc") for c in frame.dv_chunks]
     every = Frame(frame.region, frame.plan, every_key=True)
     return [
-        "# Rows that see no key, or none above the fill, take part in every key",
+        "# Rows that see no key, or only keys near the fill, take part in every key",
         f"unseen = row_max <= {literal(level)}",
         "if tl.max(unseen.to(tl.int32), axis=0) > 0:",
         f"    seen_sum, {', '.join(f'seen_{a}' for a in accs)} = row_sum, {', '.join(accs)}",

@@ -8,13 +8,14 @@ Tensors travel whole, with the memory around them, so that a test may poison wha
 
 from __future__ import annotations
 
+import io
 import os
 import pickle
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import torch
 from torch import Tensor
@@ -37,6 +38,18 @@ def tiles(
     return TilePlan(skeleton, block_m, block_n, d, chunks(extent(region.dv)), warps=4, stages=2, pack=pack)
 
 
+def _send(message: Any, stream: IO[bytes]) -> None:
+    """As torch.save writes it, which knows float8 tensors too."""
+    held = io.BytesIO()
+    torch.save(message, held)
+    pickle.dump(held.getvalue(), stream)
+    stream.flush()
+
+
+def _receive(stream: IO[bytes]) -> Any:
+    return torch.load(io.BytesIO(pickle.load(stream)), weights_only=False)
+
+
 class Interpreter:
     """A process that interprets kernels, one request after another."""
 
@@ -49,9 +62,8 @@ class Interpreter:
         """`out` after the launch, with the memory around it."""
         assert self.process.stdin is not None
         assert self.process.stdout is not None
-        pickle.dump((source, out, tensors, sizes), self.process.stdin)
-        self.process.stdin.flush()
-        answer = pickle.load(self.process.stdout)
+        _send((source, out, tensors, sizes), self.process.stdin)
+        answer = _receive(self.process.stdout)
         if isinstance(answer, str):
             raise AssertionError(answer)
         found: Tensor = answer
@@ -77,6 +89,7 @@ def agree(
     sizes: dict[str, int],
     plan: TilePlan | None = None,
     out: Tensor | None = None,
+    tolerance: float = 0.0,
 ) -> KernelSource:
     """Hold the kernel against the dense meaning of its region; what lies around its output stays as it was."""
     expected = evaluate(region, args, sizes)
@@ -85,7 +98,8 @@ def agree(
         whole = torch.full([n + 2 for n in expected.shape], 123.0, dtype=getattr(torch, region.out_dtype))
         out = whole[tuple(slice(1, n + 1) for n in expected.shape)]
     got = interpreter.run(source, out, [poisoned(x) for x in args], [sizes[name] for name in region.sizes])
-    tolerance = max(TOLERANCE[t] for t in (region.out_dtype, region.pv_dtype, *(p.dtype for p in region.products)))
+    dtypes = (region.out_dtype, region.pv_dtype, *(p.dtype for p in region.products))
+    tolerance = tolerance or max(TOLERANCE[t] for t in dtypes)
     torch.testing.assert_close(got.double(), expected, rtol=tolerance, atol=tolerance, equal_nan=True)
     whole = torch.tensor(got.untyped_storage().tolist(), dtype=torch.uint8).view(got.dtype)
     assert (whole == 123.0).sum() >= whole.numel() - got.numel()
@@ -98,7 +112,7 @@ def _serve() -> None:
     with tempfile.TemporaryDirectory() as folder:
         while True:
             try:
-                source, out, tensors, sizes = pickle.load(sys.stdin.buffer)
+                source, out, tensors, sizes = _receive(sys.stdin.buffer)
             except EOFError:
                 return
             answer: Any = out
@@ -106,8 +120,7 @@ def _serve() -> None:
                 load(source, Path(folder)).launch(out, tensors, sizes)
             except Exception as error:  # noqa: BLE001 - the test reports it
                 answer = f"{type(error).__name__}: {error}"
-            pickle.dump(answer, sys.stdout.buffer)
-            sys.stdout.buffer.flush()
+            _send(answer, sys.stdout.buffer)
 
 
 if __name__ == "__main__":

@@ -171,6 +171,60 @@ def test_keys_in_pages(interpreter: Interpreter, layout: str, skeleton: str) -> 
     agree(interpreter, region, args, {"B": 2, "H": 6, "M": 1, "N": 20}, tiles(region, 16, 16, skeleton, pack=3))
 
 
+@pytest.mark.parametrize("skeleton", ["prefill", "decode"])
+def test_tensors_without_dimensions(interpreter: Interpreter, skeleton: str) -> None:
+    """A learned scale, a shift inside tanh, a length, a weight and a sink, one number each."""
+    s = apply("mul", apply("tanh", apply("add", score, load(1))), load(0))
+    seen = apply("lt", kv_idx, load(2, dtype="int64"))
+    loads = [((), "float32"), ((), "bfloat16"), ((), "int64"), ((), "float32"), ((), "float32")]
+    region = attention(s, seen, loads=loads, weight=load(3), sink=load(4))
+    shift = torch.tensor(0.1, dtype=torch.bfloat16)
+    args = [*qkv(16, m=7), torch.tensor(3.0), shift, torch.tensor(41), torch.tensor(0.5), torch.tensor(0.2)]
+    agree(interpreter, region, args, {**SIZES, "M": 7}, tiles(region, 16, 16, skeleton))
+
+
+def test_a_dead_row_under_a_scale_without_dimensions(interpreter: Interpreter) -> None:
+    scaled, seen = apply("mul", score, load(0)), apply("lt", kv_idx, load(1, b, dtype="int64"))
+    fill = {"fill": -1e4, "filled_score": apply("where", seen, scaled, Const(-1e4))}
+    region = attention(scaled, seen, loads=[((), "float32"), ((B,), "int64")], **fill)
+    agree(interpreter, region, [*qkv(16), torch.tensor(0.25), torch.tensor([20, 0])], SIZES)
+
+
+@pytest.mark.parametrize("skeleton", ["prefill", "decode"])
+def test_float8_pages_with_a_scale_without_dimensions(interpreter: Interpreter, skeleton: str) -> None:
+    """(k_scale K) and (v_scale V) of a quantised cache: the scales are factors of the score and the weight."""
+    region = PAGED["paged"]
+    fp8 = {"k": "float8_e4m3fn", "v": "float8_e4m3fn"}
+    held = tuple(replace(o, dtype=fp8.get(o.name, o.dtype)) for o in region.operands)
+    scales = (Operand("k_scale", (), "float32"), Operand("v_scale", (), "float32"))
+    s = apply("mul", region.score, Load("k_scale", (), "float32"))
+    region = replace(region, operands=(*held, *scales), score=s, weight=Load("v_scale", (), "float32"))
+    table = torch.tensor([[7, 2, 9, 10, 999_999], [0, 1, 3, 4, -5_000_000]], dtype=torch.int32)
+    pool = [normal(11, 4, 2, 16, dtype=torch.float8_e4m3fn) for _ in range(2)]
+    scalars = [torch.tensor(0.7), torch.tensor(1.5)]
+    args = [normal(2, 6, 1, 16), *pool, table, torch.tensor([11, 16]), *scalars]
+    agree(interpreter, region, args, {"B": 2, "H": 6, "M": 1, "N": 20}, tiles(region, 16, 16, skeleton, pack=3))
+
+
+NEAR_THE_FILL = {"kept": -5.1e3, "at the level": -4.9e3}
+
+
+@pytest.mark.parametrize("live", NEAR_THE_FILL.values(), ids=NEAR_THE_FILL)
+@pytest.mark.parametrize("natural", [False, True])
+def test_rows_at_most_half_the_fill_take_every_key(interpreter: Interpreter, live: float, natural: bool) -> None:
+    """In base 2 and in natural units; dead keys differ in their scores, as under an additive mask."""
+    seen = apply("lt", kv_idx, load(0, b, dtype="int64"))
+    s = apply("add", scaled_score, load(1, h) if natural else Const(live))
+    lost = apply("add", scaled_score, Const(live - 2.0))
+    region = attention(
+        s, seen, loads=[((B,), "int64"), ((H,), "float32")] if natural else [((B,), "int64")],
+        fill=-1e4, filled_score=apply("where", seen, s, lost),
+    )  # fmt: skip
+    args = [*qkv(16), torch.tensor([20, 0]), *([torch.full((3,), live)] if natural else [])]
+    expected = "unseen = row_max <= " + ("-5000.0" if natural else "-7213.4")
+    assert expected in agree(interpreter, region, args, SIZES, tolerance=1e-3).text
+
+
 def test_a_relative_bias(interpreter: Interpreter) -> None:
     """A table looked up at a function of the distance."""
     distance = apply("add", apply("sub", kv_idx, q_idx), apply("sub", M, Const(1)))

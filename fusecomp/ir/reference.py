@@ -269,7 +269,7 @@ def masked_logits(region: AttentionRegion, env: Env) -> tuple[Tensor, Tensor | N
     logits = torch.where(live, logits, -math.inf)
     if region.filled_score is None:
         return logits, live
-    needs = logits.amax(-1, keepdim=True) <= region.fill + NEAR
+    needs = logits.amax(-1, keepdim=True) <= region.rescue_below
     return torch.where(needs, evaluate_expr(region.filled_score, env), logits), live | needs
 
 

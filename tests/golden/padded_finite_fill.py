@@ -98,8 +98,8 @@ def attention(
         v_tile = tl.load(v_base + key * v_stride_2 + v_offsets, mask=live[:, None], other=0.0)  # [BLOCK_N, 16]
         acc = tl.dot(p, v_tile, acc * rescale[:, None], input_precision="ieee")
 
-    # Rows that see no key, or none above the fill, take part in every key
-    unseen = row_max <= -1442694890.848679
+    # Rows that see no key, or only keys near the fill, take part in every key
+    unseen = row_max <= -721347520.4444817
     if tl.max(unseen.to(tl.int32), axis=0) > 0:
         seen_sum, seen_acc = row_sum, acc
         row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
