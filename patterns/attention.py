@@ -19,11 +19,12 @@ from fusecomp.patterns.build import Match, build
 from fusecomp.patterns.contraction import Contraction, contraction
 from fusecomp.patterns.lift import Decline, Lift, broadcast
 from fusecomp.patterns.products import Found
-from fusecomp.patterns.weights import Weights, normalised, softmax_weights
+from fusecomp.patterns.weights import Weights, denominator, normalised, scaled, softmax_weights
 
 SOFTMAX = {"softmax", "_softmax", "special_softmax", "_safe_softmax", "log_softmax", "_log_softmax"}
 QUOTIENT = {"div", "true_divide", "divide", "div_"}
-EXPONENTIAL = {"exp", "exp2", "special_exp2", "exp_", "exp2_"}
+PRODUCT = {"mul", "multiply", "mul_"}
+EXPONENTIAL = {"exp", "exp2", "special_exp2", "exp_", "exp2_", "pow"}
 NO_ROW = "?"
 """The letter of q_idx where the weights have no axis of their own: one query."""
 BATCH_NAMES = {0: "", 1: "b", 2: "bh", 3: "bhg", 4: "bwhg"}
@@ -74,11 +75,13 @@ class Recogniser:
 
     def read(self, lift: Lift, node: Node, spec: Contraction) -> Found:
         """The mathematics at one product: which axis is which, the weights, the values. Raises Decline."""
+        if spec.added is not None:
+            raise Decline("the product of weights and values is added to another tensor in one call", node)
         axes = name_axes(spec)
         lifted = lift.lift_at(spec.left, node, tuple(axes.get(a, ZERO) for a in spec.left_axes))
         key = axes[spec.contracted]
         output, weights = divided(lift, node, lifted, spec, axes) or (node, softmax_weights(lifted, key))
-        return Found(node, output, spec, axes, weights)
+        return Found(node, output, spec, axes, scaled(weights, spec.scale))
 
 
 def divided(
@@ -90,11 +93,13 @@ def divided(
         return None
     out_index = tuple(axes.get(a, ZERO) for a in spec.out_axes)
     for user in node.users:
-        if op_name(user) not in QUOTIENT or user.args[0] is not node or not is_tensor(user.args[1]):
+        other = next((x for x in user.args if x is not node), None)
+        inverse = op_name(user) in PRODUCT
+        if not (inverse or (op_name(user) in QUOTIENT and user.args[0] is node)) or not is_tensor(other):
             continue
-        divisor = user.args[1]
-        total = lift.lift_at(divisor, user, broadcast(out_index, shape(user), shape(divisor)))
-        if found := normalised(e.operands[0], total, axes[spec.contracted]):
+        total = lift.lift_at(other, user, broadcast(out_index, shape(user), shape(other)))
+        total = denominator(total) if inverse else total
+        if total is not None and (found := normalised(e.operands[0], total, axes[spec.contracted])):
             lift.visited.add(node)
             return user, found
     return None
@@ -111,9 +116,15 @@ def candidates(module: GraphModule) -> Iterator[Node]:
     """Every softmax, and every exponential that may be the numerator of one."""
     for node in module.graph.nodes:
         name = op_name(node)
-        exponential = name in EXPONENTIAL and len(shape(node)) > 1 and not from_log_softmax(node)
-        if exponential or (name in SOFTMAX and is_tensor(node)):
+        if (name in SOFTMAX and is_tensor(node)) or (name in EXPONENTIAL and is_exponential(node)):
             yield node
+
+
+def is_exponential(node: Node) -> bool:
+    """c ** x for each element x of a tensor that may hold scores."""
+    if op_name(node) == "pow" and is_tensor(node.args[0]):
+        return False
+    return is_tensor(node) and len(shape(node)) > 1 and not from_log_softmax(node)
 
 
 def from_log_softmax(node: Node) -> bool:

@@ -1,6 +1,7 @@
 """Products over an axis, in every spelling, as one: out[letters] = scale * sum_contracted left * right (+ added).
 
-    matmul, bmm, mm, mv    einsum of two operands    baddbmm (beta = 0 ignores its input)    linear    (a * b).sum(axis)
+    matmul, bmm, mm, mv    einsum of two operands, tensordot    addmm, baddbmm (beta = 0 ignores their input)
+    linear                 (a * b).sum(axis)
 """
 
 from __future__ import annotations
@@ -74,26 +75,52 @@ def _batch_axes(x: Node, batch: str, count: int) -> str:
 
 
 def _einsum(node: Node) -> Contraction | None:
-    """Two-operand einsum in explicit or implicit form, without ellipsis or repeated letters."""
+    """Two-operand einsum in explicit or implicit form, without repeated letters."""
     equation, operands = node.args[0], list(node.args[1])
-    if len(operands) != 2 or not isinstance(equation, str) or "." in equation:
+    if len(operands) != 2 or not isinstance(equation, str):
         return None
     inputs, arrow, out = equation.replace(" ", "").partition("->")
     left, _, right = inputs.partition(",")
     if not arrow:
-        out = "".join(sorted(a for a in set(left + right) if (left + right).count(a) == 1))
-    if any(len(set(x)) != len(x) for x in (left, right, out)):
+        once = sorted(a for a in set(left + right) if (left + right).count(a) == 1 and a != ".")
+        out = "..." * ("..." in inputs) + "".join(once)
+    if any(len(set(x)) != len(x) for x in (t.replace("...", "") for t in (left, right, out))):
         return None
-    spec = Contraction(operands[0], operands[1], left, right, out)
+    (left, right), more = _without_ellipsis(operands, [left, right])
+    spec = Contraction(operands[0], operands[1], left, right, out.replace("...", more))
+    return spec if _summed_alone(spec) else None
+
+
+def _without_ellipsis(operands: list[Node], terms: list[str]) -> tuple[list[str], str]:
+    """The terms with "..." replaced by letters that no equation uses, right-aligned; and those letters."""
+    counts = [len(shape(x)) - len(t.replace("...", "")) if "..." in t else 0 for x, t in zip(operands, terms, strict=True)]
+    more = "αβγδεζ"[: max(counts)]
+    found = []
+    for x, t, count in zip(operands, terms, counts, strict=True):
+        first = t.find("...")
+        lengths = shape(x)[first : first + count]
+        letters = more[len(more) - count :]
+        found.append(t.replace("...", "".join("." if s == const(1) else a for a, s in zip(letters, lengths, strict=True))))
+    return found, more
+
+
+def _tensordot(node: Node) -> Contraction | None:
+    """Sums over the given axes of both; the others follow each other."""
+    a, b, over_a, over_b = node.args[:4]
+    left, right = list(string.ascii_lowercase[: len(shape(a))]), list(string.ascii_uppercase[: len(shape(b))])
+    for i, j in zip(over_a, over_b, strict=True):
+        right[j] = left[i]
+    out = [x for x in left if x not in right] + [x for x in right if x not in left]
+    spec = Contraction(a, b, "".join(left), "".join(right), "".join(out))
     return spec if _summed_alone(spec) else None
 
 
 def _summed_alone(spec: Contraction) -> bool:
     """No letter is summed within one operand, and no axis of length 1 stands against a longer one."""
     for axes, other in ((spec.left_axes, spec.right_axes), (spec.right_axes, spec.left_axes)):
-        if any(a not in other and a not in spec.out_axes for a in axes):
+        if any(a != "." and a not in other and a not in spec.out_axes for a in axes):
             return False
-    both = [a for a in spec.left_axes if a in spec.right_axes]
+    both = [a for a in spec.left_axes if a in spec.right_axes and a != "."]
     sizes = [
         (shape(spec.left)[spec.left_axes.index(a)], shape(spec.right)[spec.right_axes.index(a)]) for a in both
     ]
@@ -101,22 +128,26 @@ def _summed_alone(spec: Contraction) -> bool:
 
 
 def _baddbmm(node: Node) -> Contraction | None:
-    """beta * input + alpha * (a @ b); beta = 0 ignores the input, even NaN in it."""
-    added, a, b = node.args[:3] if len(node.args) > 2 else (node.args[0], node.kwargs["batch1"], node.kwargs["batch2"])
+    """beta * input + alpha * (a @ b) of two or three axes; beta = 0 ignores the input, even NaN in it."""
+    words = ("batch1", "batch2") if op_name(node) == "baddbmm" else ("mat1", "mat2")
+    added = node.args[0]
+    a, b = (node.args[i] if len(node.args) > i else node.kwargs[w] for i, w in enumerate(words, 1))
     alpha, beta = (number(node.kwargs.get(name, 1)) for name in ("alpha", "beta"))
     if alpha is None or beta is None:
         return None
     keep = None if beta in (Const(0), Const(0.0)) else added
-    return Contraction(a, b, "aMK", "aKN", "aMN", _float(alpha), keep, _float(beta))
+    batch = "a" * (len(shape(a)) - 2)
+    return Contraction(a, b, batch + "MK", batch + "KN", batch + "MN", _float(alpha), keep, _float(beta))
 
 
 def _linear(node: Node) -> Contraction | None:
-    """x @ w.T, without bias."""
-    if (len(node.args) > 2 and node.args[2] is not None) or len(shape(node.args[1])) != 2:
-        return None
+    """x @ w.T + bias"""
     x, w = node.args[:2]
+    bias = node.args[2] if len(node.args) > 2 else node.kwargs.get("bias")
+    if len(shape(w)) != 2:
+        return None
     batch = string.ascii_lowercase[: len(shape(x)) - 1]
-    return Contraction(x, w, batch + "K", "NK", batch + "N")
+    return Contraction(x, w, batch + "K", "NK", batch + "N", added=bias)
 
 
 def _sum_of_product(node: Node) -> Contraction | None:
@@ -142,6 +173,7 @@ def _float(e: Expr) -> Expr:
 
 
 READERS: dict[str, Any] = {
-    "matmul": _matmul, "bmm": _matmul, "mm": _matmul, "einsum": _einsum, "baddbmm": _baddbmm, "linear": _linear,
+    "matmul": _matmul, "bmm": _matmul, "mm": _matmul, "mv": _matmul, "linalg_matmul": _matmul,
+    "einsum": _einsum, "tensordot": _tensordot, "baddbmm": _baddbmm, "addmm": _baddbmm, "linear": _linear,
     "sum": _sum_of_product,
 }  # fmt: skip

@@ -141,7 +141,7 @@ class Lift:
     def product(self, node: Node, spec: Contraction, index: Index) -> Expr:
         """A contraction stands as a pseudo-load of its own result: the recogniser decides what it is."""
         self.products[node.name] = spec
-        self.visited.add(node)
+        self.visited |= {node, *inside(node, spec)}
         self.reads.setdefault(node.name, Read(node, self.at))
         at_index: Expr = Load(node.name, index, dtype(node))
         if spec.scale != Const(1.0):
@@ -166,9 +166,18 @@ class Lift:
 
 
 def runs_over_pairs(load: Load) -> bool:
-    """Whether `load` depends on both a query and a key (which is a bound index where a sum over keys is lifted)."""
-    names = frozenset().union(*map(variables, load.index))
-    return "q_idx" in names and any(n == "kv_idx" or n[1:].isdigit() for n in names)
+    """Whether `load` depends on both a query and a key."""
+    return "q_idx" in variables(load) and runs_over_keys(load)
+
+
+def runs_over_keys(e: Expr) -> bool:
+    """Whether `e` depends on the key, which is a bound index where a sum over keys is lifted."""
+    return any(n == "kv_idx" or n[1:].isdigit() for n in variables(e))
+
+
+def inside(node: Node, spec: Contraction) -> set[Node]:
+    """Nodes between a product and its two sides: the elementwise product under a sum."""
+    return {n for n in node.all_input_nodes if n not in (spec.left, spec.right, spec.added)}
 
 
 def holds(e: Expr, names: Container[str]) -> bool:

@@ -47,8 +47,9 @@ def split(e: Expr) -> Masked:
             return replace(inner, score=apply(op, inner.score, bias))
         case Apply("add", (bias, s)) if (inner := split(s)).keep and absorbs(inner.fill):
             return replace(inner, score=apply("add", bias, inner.score))
-        case Apply("mul", (s, Const(float() as c))) if c > 0 and (inner := split(s)).keep and inner.fill == -INF:
-            return replace(inner, score=apply("mul", inner.score, const(c)))
+        case Apply("mul" | "div" as op, (s, Const(float() as c))) if 0 < c < INF and (inner := split(s)).keep:
+            fill = inner.fill * c if op == "mul" else inner.fill / c
+            return Masked(apply(op, inner.score, const(c)), inner.keep, fill) if fill <= NEGLIGIBLE else Masked(e)
         case Apply("max", (s, Const(float() as f))) if f <= ABSORBING and (inner := split(s)).keep:
             return replace(inner, fill=max(inner.fill, f))
     return Masked(e)

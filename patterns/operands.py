@@ -15,7 +15,7 @@ from torch.fx import Node
 import fusecomp.patterns.reductions
 import fusecomp.patterns.spellings
 import fusecomp.patterns.views  # noqa: F401  (the three register their rules)
-from fusecomp.graph.facts import dtype, op_name
+from fusecomp.graph.facts import dtype, op_name, value
 from fusecomp.ir.expr import Expr, Load, Var, variables
 from fusecomp.ir.poly import poly
 from fusecomp.patterns.contraction import Contraction
@@ -33,7 +33,7 @@ WIDER = {
 
 @dataclass
 class Moves(Lift):
-    """A lift that follows rearrangements only."""
+    """A lift that follows rearrangements only, and through them the arithmetic of the integers that index."""
 
     def lift_tensor(self, node: Node, index: Index) -> Expr:
         place = self.facts.position[node]
@@ -42,8 +42,8 @@ class Moves(Lift):
         if exact and not self.facts.written_between(node, place, self.at):
             self.visited.add(node)
             return self.lift_at(node.args[0], node, index)
-        self.rules = {**MOVES}
-        if op_name(node) not in MOVES:
+        self.rules = MOVES if value(node).is_floating_point() else RULES
+        if op_name(node) not in self.rules:
             return self.leaf(node, index)
         return super().lift_tensor(node, index)
 

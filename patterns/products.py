@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from torch.fx import Node
 
 from fusecomp.graph.facts import dtype, value
-from fusecomp.ir.algebra import ZERO, const
+from fusecomp.ir.algebra import TRUE, ZERO, apply, const
 from fusecomp.ir.expr import Const, Expr, Load, Var, parts, variables
 from fusecomp.patterns.contraction import Contraction
 from fusecomp.patterns.lift import Decline, Lift
@@ -82,6 +82,9 @@ def as_product(lift: Lift, found: Found, load: Load, count: int) -> Pair | None:
     at = dict(zip(spec.out_axes, load.index, strict=True))
     size = spec.size(spec.contracted)
     length = size.value if isinstance(size, Const) else specialised(spec, spec.contracted)
+    for axis, i in zip(spec.out_axes, load.index, strict=True):
+        if variables(i) & {"q_idx", "kv_idx"} and apply("lt", i, spec.size(axis)) != TRUE:
+            raise Decline("the softmax runs over more keys than the product of queries and keys has", node)
     d = Var("d" if count == 0 else f"d{count}", const(int(length)))
     at[spec.contracted] = d
     left, right = (side(at, axes) for axes in (spec.left_axes, spec.right_axes))

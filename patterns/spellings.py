@@ -13,8 +13,8 @@ from torch.fx import Node
 
 from fusecomp.graph.facts import dtype, number, op_name, value
 from fusecomp.ir.algebra import ONE, ZERO, apply, cast, const
-from fusecomp.ir.expr import Const, Expr, dtype_kind, kind
-from fusecomp.patterns.lift import RULES, Decline, Index, Lift, argument, lift_argument, rule
+from fusecomp.ir.expr import Const, Expr, dtype_kind, kind, variables
+from fusecomp.patterns.lift import RULES, Decline, Index, Lift, argument, lift_argument, rule, runs_over_keys
 
 LOG2, INF = math.log(2.0), float("inf")
 
@@ -52,7 +52,7 @@ def power(x: Expr, y: Expr) -> Expr | None:
         case _, Const(-1 | -1.0):
             return apply("div", const(1.0), real(x))
         case Const(base), _ if base > 0:
-            return apply("exp2", apply("mul", real(y), const(math.log2(base))))
+            return apply("exp", apply("mul", real(y), const(math.log(base))))
     return None
 
 
@@ -135,11 +135,16 @@ def pointwise(name: str) -> Callable[[Lift, Node, Index], Expr | None]:
         args = [None if a is None else lift_argument(lift, node, a, index) for a in node.args]
         given = {ARGUMENT[k]: v for k, v in node.kwargs.items() if k in ARGUMENT and v is not None}
         e = f(*args, **{k: lift_argument(lift, node, v, index) for k, v in given.items()})
-        if e is None or (name in COSTLY and not lift.holds_score(e) and not isinstance(e, Const)):
+        if e is None or (name in COSTLY and not (lift.holds_score(e) or isinstance(e, Const) or constant_row(name, e))):
             return None
         return as_dtype(e, node)
 
     return lifted
+
+
+def constant_row(name: str, e: Expr) -> bool:
+    """Exponentials of what is the same for every query and key, such as a sink, cost nothing."""
+    return name == "exp" and "q_idx" not in variables(e) and not runs_over_keys(e)
 
 
 ARGUMENT = {"min": "low", "max": "high", "nan": "nan", "posinf": "top", "neginf": "low"}

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from fusecomp.graph.facts import is_tensor, number, op_name, shape, size_expr, value
-from fusecomp.ir.algebra import ZERO, apply, const
+from fusecomp.graph.facts import dtype, is_tensor, number, op_name, shape, size_expr, value
+from fusecomp.ir.algebra import TRUE, ZERO, apply, cast, const
 from fusecomp.ir.expr import Const, Expr, kind
 from fusecomp.patterns.lift import Index, Lift, argument, axis, broadcast, rule
 
@@ -145,6 +145,26 @@ def piece(lift: Lift, node: Node, index: Index) -> Expr | None:
     from fusecomp.patterns.reductions import reduced_values
 
     return reduced_values(lift, source, which, index)
+
+
+@rule("pad", "constant_pad_nd")
+def padded(lift: Lift, node: Node, index: Index) -> Expr | None:
+    """y[i] = x[i - before] inside x, else the value"""
+    source, pad = node.args[:2]
+    by_mode = op_name(node) == "pad"
+    if by_mode and argument(node, 2, "mode", "constant") != "constant":
+        return None
+    fill = const(0) if (given := argument(node, 3 if by_mode else 2, "value")) is None else number(given)
+    inner, at, inside = shape(source), list(index), TRUE
+    for place, (before, after) in zip(reversed(range(len(index))), zip(pad[::2], pad[1::2], strict=True), strict=False):
+        low, high = number(before), number(after)
+        if low is None or high is None or fill is None:
+            return None
+        at[place] = apply("sub", index[place], low)
+        inside = apply("and", inside, apply("ge", at[place], ZERO))
+        inside = apply("and", inside, apply("lt", at[place], inner[place]))
+    x = lift.lift(source, tuple(at))
+    return apply("where", inside, x, cast(fill, dtype(node)))  # type: ignore[arg-type]
 
 
 @rule("cat", "concat", "concatenate")

@@ -38,6 +38,10 @@ def softmax_weights(e: Expr, key: Var) -> Weights:
             return softmax_weights(x, key)
         case Apply("div", (Apply("exp", (a,)), total)) if (found := normalised(a, total, key)):
             return found
+        case Apply("mul", (Apply("exp", (a,)), w)) | Apply("mul", (w, Apply("exp", (a,)))) if (
+            (total := denominator(w)) is not None and (found := normalised(a, total, key))
+        ):
+            return found
         case Apply("exp", (Apply("sub", (a, c)),)) if (found := log_normalised(a, c, key)):
             return found
         case Apply("mul", (x, w)) if not reduces(w):
@@ -53,6 +57,16 @@ def softmax_weights(e: Expr, key: Var) -> Weights:
         case Apply("where", (c, Const(0 | 0.0), x)) if not reduces(c):
             return scaled(softmax_weights(x, key), apply("where", c, const(0.0), const(1.0)))
     raise Decline("the left factor of the product is not a softmax over the axis that the product sums over")
+
+
+def denominator(e: Expr) -> Expr | None:
+    """t of 1 / t"""
+    match e:
+        case Cast(x, _):
+            return denominator(x)
+        case Apply("div", (Const(1 | 1.0), total)):
+            return total
+    return None
 
 
 def within(e: Expr) -> Expr:

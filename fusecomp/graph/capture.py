@@ -17,7 +17,7 @@ from torch.fx import GraphModule, Interpreter, Node
 from torch.fx import traceback as fx_traceback
 from torch.fx.experimental.proxy_tensor import make_fx
 
-SOFTMAX_WORDS = ("softmax", "exp", "scaled_dot_product", "multi_head_attention", "logsumexp")
+SOFTMAX_WORDS = ("softmax", "softmin", "exp", "scaled_dot_product", "multi_head_attention")
 HIGHER_ORDER = torch._ops.HigherOrderOperator
 
 
@@ -32,7 +32,12 @@ def word(node: Node) -> str:
 def may_hold_attention(gm: GraphModule) -> bool:
     """Whether a graph holds an exponential of some kind: without one, there is no attention and nothing to re-trace."""
     calls = [n for n in gm.graph.nodes if n.op in ("call_function", "call_method")]
-    return any(any(w in word(n) for w in SOFTMAX_WORDS) for n in calls)
+    return any(any(w in word(n) for w in SOFTMAX_WORDS) or is_power_of_number(n) for n in calls)
+
+
+def is_power_of_number(node: Node) -> bool:
+    """2 ** x, in Dynamo's words."""
+    return "pow" in word(node) and isinstance(node.args[-1 if "rpow" in word(node) else 0], int | float)
 
 
 def uses_functorch(gm: GraphModule) -> bool:

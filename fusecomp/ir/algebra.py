@@ -28,10 +28,8 @@ def apply(op: str, *args: Expr) -> Expr:
         return _fold(op, args)
     if op in ("add", "sub", "mul", "neg") and all(kind(a) == "int" for a in args):
         return from_poly(poly(Apply(op, args)))
-    if op == "floordiv":
-        return _floordiv(*args)
-    if op == "mod":
-        return _mod(*args)
+    if op in ("floordiv", "mod"):
+        return _divided_choice(op, *args) or (_floordiv(*args) if op == "floordiv" else _mod(*args))
     if op in COMPARE:
         return _compare(op, *args)
     return _identity(op, args) or _through_choice(op, args) or Apply(op, args)
@@ -46,6 +44,14 @@ def _through_choice(op: str, args: tuple[Expr, ...]) -> Expr | None:
         case [Apply("where", (c, Const() as x, Const() as y)) as choice]:
             at_x, at_y = (apply(op, *(v if a is choice else a for a in args)) for v in (x, y))
             return apply("where", c, at_x, at_y)
+    return None
+
+
+def _divided_choice(op: str, a: Expr, b: Expr) -> Expr | None:
+    """(c ? x : y) // b = c ? x // b : y // b where both divide: a slot number becomes its page and its place there."""
+    match a:
+        case Apply("where", (c, x, y)) if all((s := _split(z, b)) is not None and s[2] for z in (x, y)):
+            return apply("where", c, apply(op, x, b), apply(op, y, b))
     return None
 
 
@@ -71,7 +77,18 @@ def _compare(op: str, a: Expr, b: Expr) -> Expr:
         return TRUE
     if always_natural(plus({(): strict - 1}, slack, -1)):
         return FALSE
+    if op in ("lt", "ge") and b == ZERO and (coarser := _sign_of_quotient(a)) is not None:
+        return apply(op, coarser, ZERO)
     return _through_choice(op, (a, b)) or Apply(op, (a, b))
+
+
+def _sign_of_quotient(e: Expr) -> Expr | None:
+    """q of e = c q + r with 0 <= r < c: e is negative exactly where q is."""
+    for c in sorted({abs(k) for k in poly(e).values() if abs(k) > 1}):
+        split = _split(e, const(c))
+        if split is not None and split[2] and split[0]:
+            return from_poly(split[0])
+    return None
 
 
 def _identity(op: str, args: tuple[Expr, ...]) -> Expr | None:

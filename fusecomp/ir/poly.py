@@ -101,6 +101,8 @@ def _least(factor: Expr, c: int) -> Poly:
             return {(): 1, (factor,): 1}
         case Apply("floordiv" | "mod") if c >= 0:
             return {}
+        case Apply("where", (Apply("lt", (i, Const(0))), _, j)) if i == j and c >= 0:
+            return {}  # an index counted from the end where it is negative: the tensor has that element
         case Apply("mod", (_, m)):
             return _at_least_one(plus(poly(m), {(): 1}, -1))
         case Apply("floordiv", (a, Const(int(m)))) if (top := upper(a)) is not None:
