@@ -1,4 +1,4 @@
-"""On a real GPU: every variant in every dtype at odd sizes, poisoned neighbours, CUDA graphs, lengths, memory, long tensors.
+"""On a real GPU: every variant in every dtype at odd sizes, poisoned neighbours, CUDA graphs, lengths, memory.
 
     pytest -n 0 -m gpu tests/test_gpu.py
 """
@@ -9,6 +9,7 @@ import math
 
 import pytest
 import torch
+from regions import Variant
 from torch import Tensor
 from variants import VARIANTS
 
@@ -47,7 +48,7 @@ def fresh() -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("variant", VARIANTS, ids=lambda v: v.name)
-def test_each_variant_in_each_dtype(variant, dtype):
+def test_each_variant_in_each_dtype(variant: Variant, dtype: torch.dtype) -> None:
     args = variant.make_args()
     exact = variant.fn(*(x.to("cuda", torch.float64) if x.is_floating_point() else x.cuda() for x in args))
     args = [to_gpu(x, dtype) for x in args]
@@ -60,14 +61,14 @@ def test_each_variant_in_each_dtype(variant, dtype):
 
 
 @pytest.mark.parametrize("size", [8, 16, 24, 40, 64, 72, 80, 96, 112, 128, 160, 192, 256])
-def test_head_sizes(size):
+def test_head_sizes(size: int) -> None:
     q, k, v = (torch.randn(2, 3, 130, size, device="cuda", dtype=torch.bfloat16) for _ in range(3))
     got = torch.compile(causal, backend="fusecomp", options=STRICT)(q, k, v)
     exact = causal(q.double(), k.double(), v.double())
     assert off(got, exact) <= max(4 * off(causal(q, k, v), exact), FLOOR[torch.bfloat16])
 
 
-def test_nothing_outside_the_operands_is_read():
+def test_nothing_outside_the_operands_is_read() -> None:
     """Operands that are slices of NaN-filled memory give the same bits as operands of their own."""
     shape, margin = (2, 3, 77, 64), 5
     inside = [torch.randn(shape, device="cuda", dtype=torch.bfloat16) for _ in range(3)]
@@ -80,7 +81,7 @@ def test_nothing_outside_the_operands_is_read():
     assert torch.equal(fast(*inside), fast(*poisoned))
 
 
-def test_cuda_graphs():
+def test_cuda_graphs() -> None:
     """mode="reduce-overhead" replays the kernel on new inputs."""
     fast = torch.compile(causal, backend="fusecomp", options={"mode": "reduce-overhead", "strict": True})
     with torch.no_grad():
@@ -91,7 +92,7 @@ def test_cuda_graphs():
     assert fusecomp.counters()["fused"] == 1
 
 
-def test_no_host_synchronisation():
+def test_no_host_synchronisation() -> None:
     fast = torch.compile(causal, backend="fusecomp", options=STRICT)
     args = [torch.randn(2, 4, 200, 64, device="cuda", dtype=torch.float16) for _ in range(3)]
     fast(*args)
@@ -102,7 +103,7 @@ def test_no_host_synchronisation():
         torch.cuda.set_sync_debug_mode("default")
 
 
-def test_one_compilation_serves_all_lengths():
+def test_one_compilation_serves_all_lengths() -> None:
     fast = torch.compile(causal, backend="fusecomp", options=STRICT, dynamic=True)
     for b, n in ((2, 64), (3, 100), (5, 1000), (2, 37)):
         q, k, v = (torch.randn(b, 4, n, 64, device="cuda", dtype=torch.bfloat16) for _ in range(3))
@@ -111,8 +112,8 @@ def test_one_compilation_serves_all_lengths():
     assert fusecomp.counters()["candidates"] == 1
 
 
-def test_decode_splits_the_keys():
-    def attend(q, k, v):
+def test_decode_splits_the_keys() -> None:
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         k, v = k.repeat_interleave(4, 1), v.repeat_interleave(4, 1)
         return ((q @ k.transpose(-2, -1)) * 0.125).softmax(-1) @ v
 
@@ -123,7 +124,7 @@ def test_decode_splits_the_keys():
     assert off(got, exact) <= max(4 * off(attend(q, k, v), exact), FLOOR[torch.bfloat16])
 
 
-def test_a_long_document_keeps_its_memory():
+def test_a_long_document_keeps_its_memory() -> None:
     """B1 H8 N18000 D128: under 1 GB where the scores of eager alone are more than 5."""
     q, k, v = (torch.randn(1, 8, 18000, 128, device="cuda", dtype=torch.bfloat16) for _ in range(3))
     fast = torch.compile(causal, backend="fusecomp", options=STRICT)
@@ -137,13 +138,13 @@ def test_a_long_document_keeps_its_memory():
     assert off(out[:, :1], exact) <= FLOOR[torch.bfloat16]
 
 
-def test_offsets_beyond_32_bits():
+def test_offsets_beyond_32_bits() -> None:
     """Keys of more than 2^31 elements."""
     n, d = 2**25 + 2**20 + 3, 64
     q = torch.randn(1, 1, 1, d, device="cuda", dtype=torch.bfloat16)
     k, v = (torch.empty(1, 1, n, d, device="cuda", dtype=torch.bfloat16).normal_() for _ in range(2))
 
-    def attend(q, k, v):
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return ((q @ k.transpose(-2, -1)) * 0.5).softmax(-1) @ v
 
     got = torch.compile(attend, backend="fusecomp", options=STRICT)(q, k, v)
@@ -153,7 +154,7 @@ def test_offsets_beyond_32_bits():
 
 
 @pytest.mark.parametrize("precision", ["highest", "high"])
-def test_float32_products_follow_torch(precision):
+def test_float32_products_follow_torch(precision: str) -> None:
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision(precision)
     try:
@@ -165,7 +166,7 @@ def test_float32_products_follow_torch(precision):
         torch.set_float32_matmul_precision(before)
 
 
-def test_gradients():
+def test_gradients() -> None:
     q, k, v = (torch.randn(2, 3, 130, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
     weight = torch.randn(2, 3, 130, 64, device="cuda", dtype=torch.bfloat16)
     fast = torch.compile(causal, backend="fusecomp", options={"inner": "aot_eager", "lowering": "triton"})

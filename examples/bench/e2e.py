@@ -14,7 +14,7 @@ import json
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -157,8 +157,12 @@ def main() -> None:
             rows.append(row)
             print({k: round(x, 3) if isinstance(x, float) else x for k, x in row.items()}, flush=True)
         if chosen.out:
-            head = {"device": torch.cuda.get_device_name(), "torch": torch.__version__, "date": str(datetime.now(tz=timezone.utc).date()),
-                    "command": "python examples/bench/e2e.py"}  # fmt: skip
+            head = {
+                "device": torch.cuda.get_device_name(),
+                "torch": torch.__version__,
+                "date": str(datetime.now(tz=UTC).date()),
+                "command": "python examples/bench/e2e.py",
+            }
             Path(chosen.out).write_text(json.dumps({**head, "rows": rows}, indent=1) + "\n")
 
 

@@ -1,9 +1,9 @@
-"""Attention variants in plain PyTorch, timed against their peers on one GPU: same inputs, same run, results checked first.
+"""Attention variants in plain PyTorch, timed against their peers on one GPU: same inputs, same run, checked first.
 
     python examples/bench/kernels.py [OUT.json] [--only causal,window]
 
-Peers: eager, Inductor, FlexAttention, SDPA with cuDNN where it expresses the variant. Each is timed in short bursts after
-an idle pause and again with the order reversed; the median of all samples counts. A result that is off is not timed.
+Peers: eager, Inductor, FlexAttention, SDPA with cuDNN where it expresses the variant. Each is timed in short bursts
+after an idle pause and back to back, in one order and in the reverse. A result that is off is not timed.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -199,7 +199,7 @@ def machine() -> dict[str, str]:
         "device": torch.cuda.get_device_name(),
         "torch": torch.__version__,
         "triton": triton.__version__,
-        "date": str(datetime.now(tz=timezone.utc).date()),
+        "date": str(datetime.now(tz=UTC).date()),
         "command": "python examples/bench/kernels.py",
         "protocol": "burst: 0.1 s idle, then 15 ms; sustained: 0.1 s back to back; both orders, mean of two medians",
     }
