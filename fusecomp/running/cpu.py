@@ -68,7 +68,8 @@ class Flash:
         mask = None if self.mask is None else self._mask(env)
         if self.mask is not None and (mask is None or (mask == -math.inf).all(-1).any()):
             return False  # a row without keys is NaN in eager, 0 in SDPA
-        q, k, v = (self._heads(a, d, env) for a, d in _factors(r))
+        rows = (r.q_idx, r.kv_idx, r.kv_idx)
+        q, k, v = (self._heads(a, row, d, env) for (a, d), row in zip(_factors(r), rows, strict=True))
         grouped = q.shape[-3] != k.shape[-3]
         if any(x.stride(-1) != 1 for x in (q, k, v)) or 0 in k.shape:
             return False
@@ -83,9 +84,8 @@ class Flash:
         same = mask.dtype == env.tensors[self.region.products[0].q.operand].dtype
         return _four(mask) if same else None
 
-    def _heads(self, access: Access, d: Var, env: Env) -> Tensor:
+    def _heads(self, access: Access, row: Var, d: Var, env: Env) -> Tensor:
         """An operand with four dimensions; one whose heads are read at h // group keeps its own heads."""
-        row = self.region.q_idx if access.operand == self.region.products[0].q.operand else self.region.kv_idx
         batch, index = self.region.batch, access.index
         spans: dict[str, Span] = {}
         if (group := _group(self.region, access)) > 1:
