@@ -12,6 +12,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -85,8 +86,9 @@ def compile_graph(gm: GraphModule, values: Sequence[Any], options: Options) -> C
     written = write_out(captured)
     entries = list(plain_sdpa(captured))
     taken = set()
+    learns = torch.is_grad_enabled() and any(isinstance(v, torch.Tensor) and v.requires_grad for v in values)
     for found in recognise(captured):
-        entry = declined(found) if isinstance(found, Declined) else compile_match(captured, found, options)
+        entry = declined(found) if isinstance(found, Declined) else compile_match(captured, found, options, learns)
         if entry.status == "fused" and isinstance(found, Match):
             taken.add(found.output)
         entries.append(entry)
@@ -97,12 +99,17 @@ def compile_graph(gm: GraphModule, values: Sequence[Any], options: Options) -> C
     return Compilation(captured if taken else gm, tuple(entries))
 
 
-def compile_match(module: GraphModule, match: Match, options: Options) -> Entry:
-    """Plan, emit, load, verify and substitute one attention. What goes wrong leaves eager in place."""
+def compile_match(module: GraphModule, match: Match, options: Options, learns: bool = False) -> Entry:
+    """Plan, emit, load, verify and substitute one attention. What goes wrong leaves eager in place.
+
+    `learns` says that gradients will be asked for.
+    """
     region, sizes = match.region, seen_sizes(match)
     base = Entry(0, "fallback", region.origin, region.source, region, sizes)
     if options.lowering == "off":
         return replace(base, status="declined", reason="the option lowering is off")
+    if learns and options.lowering == "auto" and not worth_recomputing(match, sizes):
+        return replace(base, status="declined", reason=TRAINING, advice=TRAINING_ADVICE)
     if options.empty_rows == "zero":
         region = replace(region, empty_row="zero")
         match = replace(match, region=region)
@@ -122,6 +129,22 @@ def compile_match(module: GraphModule, match: Match, options: Options) -> Entry:
     register(lowered.key, Kernel(region, lowered.launch))
     substitute(module, match, lowered.key)
     return replace(base, status="fused")
+
+
+TRAINING = "its gradient has no generated kernel yet, and recomputing it block by block is slower than eager's"
+TRAINING_ADVICE = "for inference, call the model under torch.no_grad(); lowering='triton' fuses all the same"
+EAGER_SHARE = 0.25
+"""Where eager would keep more than this share of the GPU's memory for one attention, recomputing is worth its time."""
+
+
+def worth_recomputing(match: Match, sizes: Mapping[str, int]) -> bool:
+    """Whether training should run the fused forward: on the CPU always, on a GPU where eager's scores would fill it."""
+    device = match.inputs[0].meta["val"].device
+    if device.type != "cuda":
+        return True
+    batch = math.prod(sizes[v.name.upper()] for v in match.region.batch)
+    kept = batch * sizes["M"] * sizes["N"] * 6  # float32 scores and half probabilities
+    return kept > EAGER_SHARE * torch.cuda.get_device_properties(device).total_memory
 
 
 def lower(match: Match, sizes: Mapping[str, int], device: torch.device, options: Options) -> Lowered:
