@@ -16,13 +16,14 @@ from torch.fx import GraphModule
 
 from fusecomp.graph.capture import higher_order_nodes, placeholder_values
 from fusecomp.pipeline import Compilation, compile_graph
-from fusecomp.report import Entry, Report
+from fusecomp.planning.device import current, live
+from fusecomp.report import Report
 from fusecomp.settings import Options
 
 log = logging.getLogger(__name__)
 
 _counts: Counter[str] = Counter()
-_listeners: list[list[Entry]] = []
+_listeners: list[list[Compilation]] = []
 
 
 def fusecomp(
@@ -84,7 +85,7 @@ def tell(done: Compilation) -> None:
         _counts["fallbacks" if entry.status == "fallback" else entry.status] += 1
         log.info("%s at %s %s", entry.status, entry.where, entry.reason)
     for listener in _listeners:
-        listener.extend(done.entries)
+        listener.append(done)
 
 
 def fuse(gm: GraphModule, example_inputs: Sequence[Any], **options: Any) -> GraphModule:
@@ -107,7 +108,7 @@ def explain(fn: Callable[..., Any], *args: Any, options: Mapping[str, Any] | Non
 
     `options` are the backend's; the rest of the graph runs eagerly unless they name an inner backend.
     """
-    heard: list[Entry] = []
+    heard: list[Compilation] = []
     _listeners.append(heard)
     try:
         torch._dynamo.reset()
@@ -116,7 +117,10 @@ def explain(fn: Callable[..., Any], *args: Any, options: Mapping[str, Any] | Non
     finally:
         _listeners.remove(heard)
         torch._dynamo.reset()
-    return Report(tuple(heard))
+    entries = tuple(e for done in heard for e in done.entries)
+    title = getattr(fn, "__name__", type(fn).__name__)
+    device = current().name if live() else f"{current().name} (no GPU here)"
+    return Report(entries, title=title, device=device, graphs=len(heard))
 
 
 def counters() -> dict[str, int]:

@@ -153,7 +153,7 @@ def lower(match: Match, sizes: Mapping[str, int], device: torch.device, options:
     interpreted = device.type == "cpu" and triton_interprets()
     wanted = options.lowering
     if wanted == "cpu" or (wanted == "auto" and device.type == "cpu" and not interpreted):
-        return Lowered(f"{region.key}-cpu", cpu.lower(region), "cpu")
+        return Lowered(f"{region.key}-cpu", cpu.lower(region), "cpu", plan(region, sizes))
     tiles = plan(region, sizes)
     if options.tune > 1 and device.type == "cuda":
         tiles = tuned(region, sizes, options.tune, trial(match, sizes, device), machine(device))
