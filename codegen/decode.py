@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from fusecomp.codegen.address import sum_text
+from fusecomp.codegen.descriptors import prepared
 from fusecomp.codegen.frame import Frame
 from fusecomp.codegen.launcher import call, no_keys, outer_sizes, units, unpacked
 from fusecomp.codegen.memory import output_row
@@ -113,6 +114,7 @@ def decode_launch(frame: Frame, kernels: dict[str, list[str]]) -> Lines:
     return [
         *unpacked(frame.region),
         *no_keys(frame),
+        *prepared(frame),
         f"units = {units(frame)}",
         f"splits = split_count(units, triton.cdiv({n}, BLOCK_N.value), out.device)",
         f"rows = {rows}",

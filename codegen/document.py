@@ -56,7 +56,8 @@ def _plan(plan: TilePlan) -> Iterator[str]:
     device = f" for {plan.device}" if plan.device else ""
     pack = f", {plan.pack} query heads side by side" if plan.pack > 1 else ""
     yield f"Plan{device}: {plan.skeleton}, tiles of {plan.block_m} rows x {plan.block_n} keys{pack},"
-    yield f"    {plan.warps} warps, {plan.stages} stages."
+    through = "; K and V through tensor descriptors" if plan.loads == "descriptor" else ""
+    yield f"    {plan.warps} warps, {plan.stages} stages{through}."
     if plan.cost is not None:
         yield _cost(plan.cost)
 

@@ -21,6 +21,7 @@ from fusecomp.codegen.decode import (
     without_skipping,
     zero_accs,
 )
+from fusecomp.codegen.descriptors import HELPERS, descriptors
 from fusecomp.codegen.document import document, kernel_name, title
 from fusecomp.codegen.frame import Frame
 from fusecomp.codegen.launcher import parameters, prefill_launch, unspecialised, wrapped
@@ -34,7 +35,7 @@ from fusecomp.errors import KernelError
 from fusecomp.ir.region import AttentionRegion
 from fusecomp.planning.tile import TilePlan
 
-VERSION = 1
+VERSION = 2
 """Part of every key: raise it when the same region and plan give another kernel."""
 
 
@@ -45,6 +46,8 @@ def emit(region: AttentionRegion, plan: TilePlan) -> KernelSource:
     frame = Frame(without_skipping(region) if plan.skeleton == "decode" else region, plan)
     name = kernel_name(frame, key)
     kernels, launcher = decode(frame) if plan.skeleton == "decode" else prefill(frame)
+    if plan.loads == "descriptor":
+        kernels = f"{kernels.rstrip()}\n\n\n{HELPERS.rstrip()}"
     text = fill(
         MODULE,
         {
@@ -66,6 +69,7 @@ RESERVED = frozenset({
     "unit", "units", "rows", "split", "splits", "share", "part", "inside", "kv", "kv_idx", "kv_pos", "key", "live",
     "score", "p", "acc", "row_max", "row_sum", "new_max", "pivot", "rescale", "edge", "k_begin", "k_end", "full_begin",
     "full_end", "out", "sizes", "tensors", "torch", "triton", "tl", "attention", "combine",
+    "split_count", "in_rows", "scratch",
 })  # fmt: skip
 """What the skeletons call their own variables."""
 
@@ -80,7 +84,7 @@ def require_free_names(region: AttentionRegion) -> None:
 
 def kernel_key(region: AttentionRegion, plan: TilePlan) -> str:
     """A hash of what decides the kernel's text: the region's meaning, the tile, the generator."""
-    tile = (plan.block_m, plan.block_n, plan.d_chunks, plan.dv_chunks, plan.warps, plan.stages, plan.pack)
+    tile = (plan.block_m, plan.block_n, plan.d_chunks, plan.dv_chunks, plan.warps, plan.stages, plan.pack, plan.loads)
     return hashlib.sha256(repr((VERSION, region.key, plan.skeleton, tile)).encode()).hexdigest()[:16]
 
 
@@ -128,6 +132,7 @@ def common(frame: Frame) -> dict[str, list[str]]:
         "pointers": tile_pointers(frame),
         "key_range": key_range(frame),
         "full_range": full_range(frame),
+        "descriptors": descriptors(frame),
         "full_tile": full_tile(frame),
         "edge_loop": edge_loop(frame),
         "edge_tile": edge_tile(frame),

@@ -184,7 +184,7 @@ class Frame:
         """Inside the loop; `kv_idx` is [1, BLOCK_N], loads are [BLOCK_M, BLOCK_N] or broadcast to it."""
         floats: dict[Expr, str] = {self.q_idx: "q_pos", self.kv_idx: "kv_pos"}
         found: dict[Expr, str] = {x: name for name, x in self.element.tiles}
-        scores = {Score(t): score_name(t) for t in range(len(self.region.products))}
+        scores: dict[Expr, str] = {Score(t): score_name(t) for t in range(len(self.region.products))}
         return Names({**self.names.values, **found, **scores}, floats)
 
     def d_chunks(self, product: int) -> tuple[Chunk, ...]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 
+from fusecomp.codegen.descriptors import prepared
 from fusecomp.codegen.frame import Frame
 from fusecomp.codegen.printer import triton_text
 from fusecomp.ir.expr import Const, Expr
@@ -81,7 +82,7 @@ def call(kernel: str, grid: str, params: list[str], frame: Frame, warps: int = 0
 
 def prefill_launch(frame: Frame, kernel: str, params: list[str]) -> Lines:
     """A program for each query tile of each head."""
-    return [*unpacked(frame.region), *no_keys(frame), *call(kernel, units(frame), params, frame)]
+    return [*unpacked(frame.region), *no_keys(frame), *prepared(frame), *call(kernel, units(frame), params, frame)]
 
 
 def no_keys(frame: Frame) -> Lines:

@@ -109,7 +109,7 @@ def tile_pointers(frame: Frame) -> Lines:
 def _operand_pointers(
     frame: Frame, stem: str, a: Access, d: Var, chunks: tuple[Chunk, ...], keys_first: bool
 ) -> Lines:
-    found = _key_address(frame, a, d)
+    found = key_address(frame, a, d)
     lines = [f"{stem}_base = {' + '.join([f'{a.operand}_ptr', *_sum(frame, found.base)])}"]
     keys, columns = ("n[:, None]", "[None, :]") if keys_first else ("n[None, :]", "[:, None]")
     for c in chunks:
@@ -118,7 +118,8 @@ def _operand_pointers(
     return lines
 
 
-def _key_address(frame: Frame, a: Access, d: Var) -> Address:
+def key_address(frame: Frame, a: Access, d: Var) -> Address:
+    """Where K and V lie, as a function of kv_idx and d."""
     found = address(a.operand, _only(frame, a, frame.kv_idx, d), frame.moving, frozenset({frame.kv_idx.name}))
     if any(d.name in variables(f) for monomial in found.rows for f in monomial):
         raise KernelError(f"{a} mixes {frame.kv_idx.name} and {d.name} in one coordinate: no kernel reads so")
@@ -161,7 +162,7 @@ def value_loads(frame: Frame, edge: bool) -> Lines:
 def _loads(
     frame: Frame, stem: str, a: Access, d: Var, chunks: tuple[Chunk, ...], cast: str, edge: bool, keys_first: bool
 ) -> Lines:
-    found = _key_address(frame, a, d)
+    found = key_address(frame, a, d)
     keys, columns = ("[:, None]", "[None, :]") if keys_first else ("[None, :]", "[:, None]")
     start = at_tile(found.start, {frame.kv_idx: Var("key", frame.kv_idx.size)})
     lines = []

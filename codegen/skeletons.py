@@ -49,6 +49,7 @@ def «name»(
 
     «key_range»
     «full_range»
+    «descriptors»
     for k_start in range(«full_begin», full_end, BLOCK_N):
         «full_tile»
 
@@ -86,6 +87,7 @@ def «name»(
     k_begin += split * share
     k_end = tl.minimum(k_end, k_begin + share)
     «full_range»
+    «descriptors»
     for k_start in range(full_begin, full_end, BLOCK_N):
         «full_tile»
 

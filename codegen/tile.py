@@ -6,6 +6,7 @@ import re
 from collections.abc import Sequence
 
 from fusecomp.codegen.base2 import LOG2E, Exponent
+from fusecomp.codegen.descriptors import described_keys, described_values, descriptors
 from fusecomp.codegen.frame import Frame, score_name
 from fusecomp.codegen.memory import element_loads, key_loads, row_loads, value_loads
 from fusecomp.codegen.printer import literal, show, triton_dtype, triton_text
@@ -36,9 +37,10 @@ def edge_tile(frame: Frame) -> Lines:
 def visit(frame: Frame, e: Exponent, tests: Sequence[Expr], edge: bool, pivot: bool) -> Lines:
     """S of a tile, its softmax under the running maximum, its part of P V. `edge`: the tile may reach past k_end."""
     weight = [frame.weight] if frame.weight else []
+    described = frame.plan.loads == "descriptor"
     body = [
         *row_loads(frame, edge),
-        *key_loads(frame, edge),
+        *(described_keys(frame) if described else key_loads(frame, edge)),
         *products(frame),
         "",
         *element_loads(frame, edge, [e.score, *tests, *weight]),
@@ -47,7 +49,7 @@ def visit(frame: Frame, e: Exponent, tests: Sequence[Expr], edge: bool, pivot: b
         "",
         *softmax(frame, e, pivot),
         "",
-        *value_loads(frame, edge),
+        *(described_values(frame) if described else value_loads(frame, edge)),
         *accumulate(frame),
     ]
     return [*places(frame, "\n".join(body)), *body]
@@ -148,6 +150,7 @@ def rescue(frame: Frame) -> Lines:
         "if tl.max(unseen.to(tl.int32), axis=0) > 0:",
         f"    seen_sum, {', '.join(f'seen_{a}' for a in accs)} = row_sum, {', '.join(accs)}",
         *indented(state(every)),
+        *indented(descriptors(every)),
         f"    for k_start in range(0, {size}, BLOCK_N):",
         *indented(visit(every, frame.filled, [], edge=True, pivot=True), 8),
         "    row_sum = tl.where(unseen, row_sum, seen_sum)",

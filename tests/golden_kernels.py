@@ -65,6 +65,10 @@ def paged(dtype: str = "bfloat16", page: int = 16, group: int = 4, d: int = 128)
 WINDOW = apply("lt", age, Const(256))
 GOLDEN: dict[str, tuple[AttentionRegion, TilePlan]] = {
     "causal": (r := _attention(times(score, 128**-0.5), causal, d=128), tiles(r, 64, 64)),
+    "causal_descriptors": (
+        r := _attention(times(score, 128**-0.5), causal, d=128),
+        replace(tiles(r, 128, 128), warps=8, stages=3, loads="descriptor"),
+    ),
     "softcap_window_gqa": (
         r := _attention(_softcap(times(score, 0.125), 30.0), causal, WINDOW, **grouped(3)),
         tiles(r, 64, 64),

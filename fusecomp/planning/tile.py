@@ -64,3 +64,6 @@ class TilePlan:
     rejected: tuple[Rejected, ...] = ()
     device: str = ""
     """Name of the device planned for."""
+    loads: str = "pointer"
+    """How tiles of K and V are fetched. "pointer": element by element, from anywhere. "descriptor": as blocks of rows,
+    by the unit that devices from sm_90 on have for it (codegen/descriptors.py)."""
