@@ -13,7 +13,7 @@ from torch.fx import Node
 
 from fusecomp.graph.facts import dtype, number, op_name, value
 from fusecomp.ir.algebra import ONE, ZERO, apply, cast, const
-from fusecomp.ir.expr import Const, Expr, dtype_kind, kind, variables
+from fusecomp.ir.expr import Apply, Const, Expr, dtype_kind, kind, variables
 from fusecomp.patterns.lift import RULES, Decline, Index, Lift, argument, lift_argument, rule, runs_over_keys
 
 LOG2, INF = math.log(2.0), float("inf")
@@ -163,8 +163,6 @@ def as_dtype(e: Expr, node: Node) -> Expr:
 
 
 def round_constants(e: Expr, to: str) -> Expr:
-    from fusecomp.ir.expr import Apply
-
     match e:
         case Const(float() | int()) if dtype_kind(to) == "float" and not isinstance(e.value, bool):
             return cast(e, to)
@@ -187,7 +185,24 @@ def added(lift: Lift, node: Node, index: Index) -> Expr:
     if op_name(node) == "rsub":
         a, b = b, a
     b = b if alpha in (ONE, const(1.0)) else apply("mul", b, alpha)
-    return as_dtype(apply("add" if "add" in op_name(node) else "sub", a, b), node)
+    op = "add" if "add" in op_name(node) else "sub"
+    return as_dtype((absorbed(a, b) if op == "add" and dtype(node) in HALF else None) or apply(op, a, b), node)
+
+
+HALF = ("float16", "bfloat16")
+LOST_IN = -6e4
+"""Added to this in half precision, whose numbers lie 32 apart here, a score is lost."""
+
+
+def absorbed(a: Expr, b: Expr) -> Expr | None:
+    """x + (c ? 0 : F) = c ? x : F in half precision for very negative F: what a row without a live key holds."""
+    for x, choice in ((a, b), (b, a)):
+        match choice:
+            case Apply("where", (c, Const(0 | 0.0), Const(float() as f))) if f <= LOST_IN:
+                return apply("where", c, x, const(f))
+            case Apply("where", (c, Const(float() as f), Const(0 | 0.0))) if f <= LOST_IN:
+                return apply("where", c, const(f), x)
+    return None
 
 
 @rule("max", "min")
@@ -213,6 +228,8 @@ def retyped(e: Expr, to: str) -> Expr:
         return truth(e)
     if source == target:
         return round_constants(e, to)
+    if source == "bool" and target == "float":
+        return apply("where", e, const(1.0), const(0.0))
     return cast(e, "float32" if target == "float" else to)
 
 
