@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -219,12 +215,3 @@ def test_the_plan_is_in_the_file() -> None:
     full, edge = other.text.partition("def in_rows")[0].split("# The tiles that the mask")
     assert "live" not in full
     assert edge.count("live") == 2  # the score's mask; loads need none
-
-
-def test_a_generated_file_checks_itself(tmp_path: Path) -> None:
-    region = attention(scaled_score, causal)
-    path = tmp_path / "kernel.py"
-    path.write_text(emit(region, described(region)).text)
-    env = {**os.environ, "TRITON_INTERPRET": "1"}
-    done = subprocess.run([sys.executable, str(path)], env=env, capture_output=True, text=True)
-    assert "agrees with PyTorch" in done.stdout, done.stderr
