@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch.fx import GraphModule
 
+from fusecomp.codegen.descriptors import choose
 from fusecomp.codegen.emit import emit
 from fusecomp.codegen.source import KernelSource
 from fusecomp.errors import FusecompError, VerificationError
@@ -29,10 +30,12 @@ from fusecomp.ir.region import AttentionRegion
 from fusecomp.patterns.attention import Declined, recognise
 from fusecomp.patterns.build import Match
 from fusecomp.patterns.sdpa import PLAIN, plain_calls, put_back, write_out
+from fusecomp.planning.device import current
 from fusecomp.planning.plan import plan
 from fusecomp.planning.tile import TilePlan
 from fusecomp.report import Entry
 from fusecomp.running import cache, cpu
+from fusecomp.running.inputs import example_of
 from fusecomp.running.loader import load
 from fusecomp.running.operator import Kernel, Launch, register
 from fusecomp.running.subgraph import seen
@@ -157,13 +160,15 @@ def lower(match: Match, sizes: Mapping[str, int], device: torch.device, options:
     tiles = plan(region, sizes)
     if options.tune > 1 and device.type == "cuda":
         tiles = tuned(region, sizes, options.tune, trial(match, sizes, device), machine(device))
-    source, launch = generate(region, tiles)
+    source, launch = generate(match, tiles)
+    tiles = source.plan
     return Lowered(f"{source.name}-{cache.digest(source.text)[:8]}", launch, "triton", tiles, source)
 
 
-def generate(region: AttentionRegion, tiles: TilePlan) -> tuple[KernelSource, Launch]:
-    """The kernel of a plan, and what launches it."""
-    source = emit(region, tiles)
+def generate(match: Match, tiles: TilePlan) -> tuple[KernelSource, Launch]:
+    """The kernel of a plan, and what launches it; K and V through descriptors where the device and they allow it."""
+    strides = [example_of(n.meta["val"])[1] for n in match.inputs]
+    source = emit(match.region, choose(match.region, tiles, current().arch, strides))
     return source, load(source, cache.directory("kernels")).launch
 
 
@@ -173,7 +178,7 @@ def trial(match: Match, sizes: Mapping[str, int], device: torch.device) -> Calla
         tensors, out, lengths = example(match, sizes, device)
 
     def run(tiles: TilePlan) -> Callable[[], object]:
-        _, launch = generate(match.region, tiles)
+        _, launch = generate(match, tiles)
         return lambda: launch(out, tensors, lengths)
 
     return run
