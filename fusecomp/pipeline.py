@@ -26,7 +26,6 @@ from fusecomp.codegen.source import KernelSource
 from fusecomp.errors import FusecompError, VerificationError
 from fusecomp.graph.capture import capture, may_hold_attention, uses_functorch
 from fusecomp.graph.facts import Place, place
-from fusecomp.ir.region import AttentionRegion
 from fusecomp.patterns.attention import Declined, recognise
 from fusecomp.patterns.build import Match
 from fusecomp.patterns.sdpa import PLAIN, plain_calls, put_back, write_out
