@@ -6,7 +6,7 @@ table, the region's counts from `facts`, and what neither says (how much a compi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import lru_cache
 from operator import itemgetter
 from typing import Any
@@ -15,27 +15,32 @@ import sympy
 from sympy import Max, Min, ceiling, floor
 
 FITTED = {
-    "SETUP": 1.2e-6,  # s: a program's start, its first loads and its epilogue
-    "TILE": 60e-9,  # s: barriers and branches of one tile, while no other program is resident
-    "WAIT": 40e-9,  # s: a late load of one tile, with one tile of lookahead; falls with its square
-    "EXPOSED": 0.10,  # part of the element work that other programs' products never hide ...
-    "SERIAL": 0.80,  # ... and the part that only they can hide
-    "FMA_PAIR": 4.0,  # FMA slots a pair: scale and subtract, max, sum, convert
+    "SETUP": 2.4e-6,  # s: a program's start and its last stores
+    "TILE": 130e-9,  # s: barriers of one tile, and the way of two products through the tensor cores
+    "WAIT": 480e-9,  # s: a late load of one tile, with one tile of lookahead; falls with its square
+    "MEET": 0.14,  # part of the time that two groups of warps of one program wait for each other
+    "FMA_PAIR": 2.0,  # FMA slots a pair: scale and subtract, max, sum, convert, less what hides in other slots
     "SFU_PAIR": 1.0,  # the exponential
-    "L2_SHARE": 0.60,  # of the ports' 64 B a clock that L2 really delivers
+    "FMA_ROW": 120,  # FMA slots a row of a tile: maximum and sum over the four threads that hold it, the new state
+    "SFU_ROW": 4,  # the rescaling exponential, in each of the four threads
+    "TEST_PAIR": 8,  # FMA slots a pair of a tile that tests its mask: positions, comparison, selection
+    "L2_SHARE": 0.43,  # of the ports' 64 B a clock that L2 really delivers
     "L2_USABLE": 0.6,  # of L2 before K and V wash each other out
     "HBM_LATENCY": 0.9e-6,  # s: one load under full traffic
     "SYNC_MMA": 0.62,  # of the peak that mma.sync reaches where wgmma or tcgen05 set the peak
     "LOADS_DOT": 2.0,  # slots that a float32 product's operands take, times the square root of a thread's scores
-    "REG_BASE": 64,  # registers a thread: addresses, row statistics, loop state
-    "REG_PAIR": 1.5,  # a pair's score in float32 and its probability in half precision
+    "REG_BASE": 27,  # registers a thread: addresses, row statistics, loop state
+    "REG_MASK": 12.5,  # for each of the first three operations on a score: their operands, the second loop's state
+    "REG_SPLIT": 26,  # where D is two chunks: addresses and Q's second part
+    "REG_SUM": 1.2,  # a float32 sum of the accumulator, and its copies while it is rescaled
+    "REG_PAIR": 1.06,  # a pair's score in float32, then its probability in half precision
     "REG_DOT": 0.2,  # a pair's operands in a float32 product, for each of its first 64 terms
-    "REG_VECTOR": 2,  # one 64-bit address for each 16 bytes that a thread loads of K and V
+    "REG_VECTOR": 1.67,  # one 64-bit address for each 16 bytes that a thread loads of K and V, some shared
+    "SPILL": 2.9,  # times that a spilled register is stored and loaded in a tile
     "SMEM_RESERVED": 1024,  # B: what the driver takes of each program
 }
-"""The only numbers that no data sheet gives. Registers and shared memory are fitted on compiled kernels; the rest on an
-H200, bfloat16, no mask, TFLOP/s: D 64 429; D 128 531 (64x64, 4 warps, 3 stages), 466 (128x64, 8, 3) and 444
-(128x128, 8, 2); D 256 513."""
+"""The only numbers that no data sheet gives. Registers: fitted on generated kernels compiled for sm_90. Times: on the
+tiles of `examples/bench/records/tiles_h200.json`."""
 
 
 def _symbols(names: str) -> list[Any]:
@@ -58,9 +63,13 @@ MMA_RATE, SFU_RATE, FMA_RATE, SMEM_RATE, L2_RATE, HBM_RATE, L2, LAUNCH = _symbol
 SPLIT, WGMMA, SCRATCH, DOT, BARRIERS, MMA_ROWS, MMA_SHARE = _symbols(
     "SPLIT WGMMA SCRATCH DOT BARRIERS MMA_ROWS MMA_SHARE"
 )
-SETUP, TILE, WAIT, EXPOSED, SERIAL, FMA_PAIR, SFU_PAIR = _symbols("SETUP TILE WAIT EXPOSED SERIAL FMA_PAIR SFU_PAIR")
+SETUP, TILE, WAIT, MEET, SPILL, FMA_PAIR, SFU_PAIR, FMA_ROW, SFU_ROW, TEST_PAIR = _symbols(
+    "SETUP TILE WAIT MEET SPILL FMA_PAIR SFU_PAIR FMA_ROW SFU_ROW TEST_PAIR"
+)
 L2_SHARE, L2_USABLE, HBM_LATENCY = _symbols("L2_SHARE L2_USABLE HBM_LATENCY")
-REG_BASE, REG_PAIR, REG_DOT, REG_VECTOR, SMEM_RESERVED = _symbols("REG_BASE REG_PAIR REG_DOT REG_VECTOR SMEM_RESERVED")
+REG_BASE, REG_MASK, REG_SPLIT, REG_SUM, REG_PAIR, REG_DOT, REG_VECTOR, SMEM_RESERVED = _symbols(
+    "REG_BASE REG_MASK REG_SPLIT REG_SUM REG_PAIR REG_DOT REG_VECTOR SMEM_RESERVED"
+)
 
 threads = WARPS * WARP
 
@@ -80,7 +89,16 @@ smem = sympy.Piecewise((unpipelined, STAGES < 2), (pipelined, True)) + BARRIERS
 accumulator = BLOCK_M * DV / threads
 scores = BLOCK_M * BLOCK_N / threads
 vectors = kv_tile / (16 * threads)
-registers = accumulator + (REG_PAIR + DOT * REG_DOT * Min(D, 64)) * scores + REG_VECTOR * vectors + REG_BASE
+operand = (1 - WGMMA) * (1 - DOT) * WIDTH * 16 * BLOCK_N / (4 * WARP)  # mma.sync holds 16 rows of K or V itself
+registers = (
+    REG_SUM * accumulator
+    + (REG_PAIR + DOT * REG_DOT * Min(D, 64)) * scores
+    + REG_VECTOR * vectors
+    + REG_MASK * Min(3, TEST + FMA + SFU)
+    + REG_SPLIT * Min(1, D + DV - Min(D + DV, 2 * CHUNK))
+    + operand
+    + REG_BASE
+)
 spilled = Max(0, registers - REGS_MAX)
 
 # Programs: one for each query tile of a head (of a group of PACK heads) and each part of its keys
@@ -97,11 +115,14 @@ together = Min(resident, rounds)
 
 # Operations
 tiles = HEADS / PACK * TILES  # visited in the whole launch
+tested = HEADS / PACK * TESTED
 pairs = tiles * BLOCK_M * BLOCK_N
 flops = 2 * pairs * (D + DV)  # Q K^T and P V, two for a multiply-add
 rescale = DV / BLOCK_N  # FMA slots a pair: the accumulator shrinks to each tile's new maximum
-fma_work = pairs * (FMA_PAIR + FMA + rescale) + HEADS / PACK * TESTED * BLOCK_M * BLOCK_N * (TEST + 1)
-sfu_work = pairs * (SFU_PAIR + SFU)
+fma_work = (
+    pairs * (FMA_PAIR + FMA + rescale) + tested * BLOCK_M * BLOCK_N * (TEST + TEST_PAIR) + tiles * BLOCK_M * FMA_ROW
+)
+sfu_work = pairs * (SFU_PAIR + SFU) + tiles * BLOCK_M * SFU_ROW
 
 # Bytes of device memory. K and V are read once by the first programs of a head; further rounds of the slots over the
 # same head find them in L2, or read them again.
@@ -129,21 +150,46 @@ smem_s = smem_bytes / SMEM_RATE
 l2_s = tiles * (BLOCK_N * (K_ROW + V_ROW) + LOAD * BLOCK_M * BLOCK_N) / (L2_RATE * L2_SHARE)
 flight = SMS * together * Max(1, STAGES - 1) * kv_tile / HBM_LATENCY  # B/s that the loads under way can bring (Little)
 hbm_s = hbm / Min(HBM_RATE, flight)
-spill_s = tiles * threads * 8 * spilled / SMEM_RATE
+spill_s = tiles * threads * 8 * SPILL * spilled / SMEM_RATE  # 4 B written and 4 B read, each time
 
-# Seconds of the launch. A program's barriers keep its own warps in step, so that its element work hides behind the
-# products of other programs only.
-element_s = sfu_s + fma_s
-multiply_s = Max(mma_s, smem_s)
-chip_s = Max(multiply_s, element_s) + (EXPOSED + SERIAL / together) * Min(multiply_s, element_s) + spill_s
-busy = rounds * SMS / programs  # the busiest multiprocessor's share of the work over an even share
+# Groups of four warps go round two pipes, products and element work, and a delay that is nobody's work: barriers, the
+# way of a product through its pipe, late loads, a program's start. In seconds, as if one group did all the work.
+multiply_s = Max(mma_s, smem_s) + spill_s
+element_s = sfu_s + fma_s  # one warp issues both
+strips = 1 + (1 - WGMMA) * Max(0, MMA_ROWS / 16 - 1)  # with mma.sync, each 16 rows of a warp go their own way
+per_program = WARPS / 4 * strips
+groups = together * per_program
+fill = q_tile + BLOCK_M * O_ROW + Max(1, STAGES - 1) * kv_tile  # B of a program's first loads and of its result
+fill_s = programs * fill / (L2_RATE * L2_SHARE)
 late = WAIT / Max(1, STAGES - 1) ** 2 + Max(0, 2 - STAGES) * HBM_LATENCY
-tile_latency_s = tiles / programs * rounds / together * (TILE + late)
-setup_s = SETUP * ceiling(rounds / together)
-working_s = chip_s * busy
+delay_s = per_program * (SETUP * programs + (TILE + late) * tiles) / SMS + fill_s
+busy = rounds * SMS / programs  # the busiest multiprocessor's share of the work over an even share
 moving_s = Max(hbm_s, l2_s * busy)
-latency_s = LAUNCH * (1 + Min(1, splits - 1)) + setup_s + tile_latency_s
-seconds = Max(working_s, moving_s) + latency_s
+launch_s = LAUNCH * (1 + Min(1, splits - 1)) + SETUP
+
+# The second page, in the results of the first: a closed queueing network. Reiser and Lavenberg's mean value analysis in
+# Schweitzer's form: who arrives finds the share (n - 1) / n of each pipe's mean queue.
+MULTIPLY, ELEMENT, DELAY, GROUPS, BUSY, MOVING, LAUNCHES = _symbols(
+    "multiply_s element_s delay_s groups busy moving_s launch_s"
+)
+
+
+def _lap(m: Any, e: Any) -> tuple[Any, Any, Any]:
+    """Seconds at each pipe and in all, where a lap so far takes `m` and `e` at the pipes: queues are theirs over it."""
+    whole = m + e + DELAY
+    m, e = (own * (1 + (GROUPS - 1) * held / whole) for own, held in ((MULTIPLY, m), (ELEMENT, e)))
+    return m, e, m + e + DELAY
+
+
+_, _, lap = _lap(*_lap(MULTIPLY, ELEMENT)[:2])
+meet = 1 + MEET * Min(1, Max(0, WARPS / 4 - 1))  # two groups of one program wait for each other at each barrier
+working = Max(MULTIPLY, ELEMENT, lap / GROUPS * meet) * BUSY
+hidden = DELAY * BUSY / GROUPS + LAUNCHES
+TIMES: dict[str, tuple[Any, str]] = {
+    "working_s": (working, "s of the busiest multiprocessor's pipes"),
+    "latency_s": (hidden, "s of starts, barriers and launch"),
+    "seconds": (Max(working, MOVING) + LAUNCHES, "s in all"),
+}
 
 QUANTITIES: dict[str, tuple[Any, str]] = {
     "smem": (smem, "B of shared memory, one program"),
@@ -158,27 +204,44 @@ QUANTITIES: dict[str, tuple[Any, str]] = {
     "mma_s": (mma_s, "s of the tensor cores"),
     "element_s": (element_s, "s of the special-function and FMA pipes"),
     "smem_s": (smem_s, "s of the shared-memory ports"),
-    "working_s": (working_s, "s of the busiest multiprocessor's pipes"),
+    "multiply_s": (multiply_s, "s of products and of their operands"),
     "moving_s": (moving_s, "s of device memory and L2"),
-    "latency_s": (latency_s, "s of starts, barriers and launch"),
-    "seconds": (seconds, "s in all"),
+    "delay_s": (delay_s, "s that one group of warps waits for no pipe"),
+    "launch_s": (launch_s, "s of launches and of the first start"),
+    "groups": (groups, "groups of four warps on one multiprocessor"),
+    "busy": (busy, "work of the busiest multiprocessor over an even share"),
 }
 """Every quantity that a caller can ask for, with its unit."""
 
-SYMBOLS = sorted({s for e, _ in QUANTITIES.values() for s in e.free_symbols}, key=str)
-_INPUTS = itemgetter(*map(str, SYMBOLS))
 PIPES = {"mma_s": "tensor cores", "element_s": "special functions", "smem_s": "shared memory"}
+
+SYMBOLS = sorted({s for page in (QUANTITIES, TIMES) for e, _ in page.values() for s in e.free_symbols}, key=str)
+
+
+class _Page:
+    """Equations compiled together, with shared parts computed once."""
+
+    def __init__(self, equations: Mapping[str, tuple[Any, str]]) -> None:
+        self.names = list(equations)
+        expressions = [e for e, _ in equations.values()]
+        self.symbols = sorted({str(s) for e in expressions for s in e.free_symbols})
+        self._inputs = itemgetter(*self.symbols)
+        self._run = sympy.lambdify(sympy.symbols(self.symbols, nonnegative=True), expressions, modules="math", cse=True)
+
+    def __call__(self, values: Mapping[str, float]) -> dict[str, float]:
+        return dict(zip(self.names, self._run(*self._inputs(values)), strict=True))
 
 
 @lru_cache(maxsize=1)
-def _compiled() -> Callable[..., list[float]]:
-    """All quantities at once, with shared parts computed once."""
-    return sympy.lambdify(SYMBOLS, [e for e, _ in QUANTITIES.values()], modules="math", cse=True)
+def _pages() -> tuple[_Page, _Page]:
+    return _Page(QUANTITIES), _Page(TIMES)
 
 
 def evaluate(values: Mapping[str, float]) -> dict[str, float]:
     """Every quantity at `values`, a number for each symbol's name."""
-    return dict(zip(QUANTITIES, _compiled()(*_INPUTS(values)), strict=True))
+    work, times = _pages()
+    known = work(values)
+    return {**known, **times({**values, **known})}
 
 
 def bound(quantities: Mapping[str, float]) -> str:

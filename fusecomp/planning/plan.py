@@ -26,7 +26,7 @@ DECODE_ROWS, DECODE_KEYS = 16, 256
 """At most so many queries, and at least so many keys: the keys are split over programs."""
 SPILL_LIMIT = 64
 """Registers over the limit that a tile may need and still be tried; each costs time (`cost.spill_s`)."""
-TIE = 0.01
+TIE = 0.02
 """Times so near each other are one."""
 SIDES = (16, 32, 64, 128)
 

@@ -1,0 +1,80 @@
+"""The tiles of the backward kernels: sizes that are known to be good, halved until they fit.
+
+query gradient     a program has BLOCK_M queries and walks their keys
+key gradients      a program has BLOCK_N keys and walks the queries that see them
+
+D <= 64            64 x 128, 4 warps        128 x 64, 4 warps      3 stages
+D <= 128           128 x 64, 8 warps        64 x 128, 8 warps      3 stages, 2 in the second
+D <= 256           64 x 64,  8 warps        64 x 64,  8 warps      2 stages
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from fusecomp.ir.region import AttentionRegion, extent
+from fusecomp.planning.chunks import chunks
+from fusecomp.planning.tile import TilePlan
+
+BYTES = {"float32": 4}
+"""Of one element of an operand; 2 where it is not named here."""
+
+
+@dataclass(frozen=True)
+class BackwardPlan:
+    """The schedules of the two kernels of one backward pass."""
+
+    queries: TilePlan
+    """Of dQ: block_m queries a program, block_n keys at a time."""
+    keys: TilePlan
+    """Of dK and dV: block_n keys a program, block_m queries at a time."""
+
+
+@dataclass(frozen=True)
+class _Tile:
+    block_m: int
+    block_n: int
+    warps: int
+    stages: int
+
+
+def backward_plan(region: AttentionRegion, smem: int = 232_448, device: str = "") -> BackwardPlan:
+    """The tiles for one region, where a program may use `smem` bytes of shared memory."""
+    size = max(sum(sum(chunks(extent(p.d))) for p in region.products), sum(chunks(extent(region.dv))))
+    elt = max(BYTES.get(t, 2) for t in (region.pv_dtype, *(p.dtype for p in region.products)))
+    wide = size * elt
+    if wide <= 128:
+        queries, keys = _Tile(64, 128, 4, 3), _Tile(64, 64, 4, 3)
+    elif wide <= 256:
+        queries, keys = _Tile(128, 64, 8, 3), _Tile(64, 128, 8, 2)
+    elif wide <= 512:
+        queries, keys = _Tile(64, 64, 8, 2), _Tile(64, 64, 8, 2)
+    else:
+        queries, keys = _Tile(32, 32, 4, 2), _Tile(32, 32, 4, 2)
+    fit = [_fitting(t, moves, wide, smem) for t, moves in ((queries, "keys"), (keys, "queries"))]
+    made = [_plan(region, t, name, device) for t, name in zip(fit, ("query_gradient", "key_gradients"), strict=True)]
+    return BackwardPlan(*made)
+
+
+def _fitting(t: _Tile, moves: str, wide: int, smem: int) -> _Tile:
+    """Fewer stages, then half the tile that moves, until two operands of both sides and the products fit."""
+    while _shared(t, moves, wide) > smem:
+        if t.stages > 1:
+            t = _Tile(t.block_m, t.block_n, t.warps, t.stages - 1)
+        elif max(t.block_m, t.block_n) > 16:
+            t = _Tile(max(16, t.block_m // 2), max(16, t.block_n // 2), t.warps, 2)
+        else:
+            return t
+    return t
+
+
+def _shared(t: _Tile, moves: str, wide: int) -> int:
+    """Bytes of shared memory: both operands of the fixed side once, of the moving side once a stage, and P, dS."""
+    fixed, moving = (t.block_m, t.block_n) if moves == "keys" else (t.block_n, t.block_m)
+    return 2 * wide * (fixed + t.stages * moving) + 4 * t.block_m * t.block_n
+
+
+def _plan(region: AttentionRegion, t: _Tile, skeleton: str, device: str) -> TilePlan:
+    d = tuple(chunks(extent(p.d)) for p in region.products)
+    dv = chunks(extent(region.dv))
+    return TilePlan(skeleton, t.block_m, t.block_n, d, dv, warps=t.warps, stages=t.stages, device=device)
