@@ -50,10 +50,10 @@ def fresh() -> None:
 @pytest.mark.parametrize("variant", VARIANTS, ids=lambda v: v.name)
 def test_each_variant_in_each_dtype(variant: Variant, dtype: torch.dtype) -> None:
     args = variant.make_args()
-    exact = variant.fn(*(x.to("cuda", torch.float64) if x.is_floating_point() else x.cuda() for x in args))
-    args = [to_gpu(x, dtype) for x in args]
-    eager = variant.fn(*args)
-    with torch.no_grad():
+    with torch.no_grad(), torch.device("cuda"):  # the variants' own arange and tril are made there too
+        exact = variant.fn(*(to_gpu(x, torch.float64) for x in args))
+        args = [to_gpu(x, dtype) for x in args]
+        eager = variant.fn(*args)
         got = torch.compile(variant.fn, backend="fusecomp", options=STRICT)(*args)
     assert fusecomp.counters()["fused"] == 1
     assert torch.equal(got.isnan(), eager.isnan()) or torch.equal(got.isnan(), exact.isnan())
@@ -105,7 +105,7 @@ def test_no_host_synchronisation() -> None:
 
 def test_one_compilation_serves_all_lengths() -> None:
     fast = torch.compile(causal, backend="fusecomp", options=STRICT, dynamic=True)
-    for b, n in ((2, 64), (3, 100), (5, 1000), (2, 37)):
+    for b, n in ((2, 72), (3, 100), (5, 1000), (2, 37)):
         q, k, v = (torch.randn(b, 4, n, 64, device="cuda", dtype=torch.bfloat16) for _ in range(3))
         exact = causal(q.double(), k.double(), v.double())
         assert off(fast(q, k, v), exact) <= max(4 * off(causal(q, k, v), exact), FLOOR[torch.bfloat16])
