@@ -25,6 +25,7 @@ from fusecomp.codegen.descriptors import HELPERS, descriptors
 from fusecomp.codegen.document import document, kernel_name, title
 from fusecomp.codegen.frame import Frame
 from fusecomp.codegen.launcher import parameters, prefill_launch, unspecialised, wrapped
+from fusecomp.codegen.logsumexp import require_lse, store_lse
 from fusecomp.codegen.memory import fixed_loads, query_tiles, tile_pointers
 from fusecomp.codegen.program import batch_axes, columns, edge_loop, full_range, key_range, query_rows, state, store
 from fusecomp.codegen.selfcheck import selfcheck
@@ -39,13 +40,16 @@ VERSION = 2
 """Part of every key: raise it when the same region and plan give another kernel."""
 
 
-def emit(region: AttentionRegion, plan: TilePlan) -> KernelSource:
-    """The kernel of `region` under `plan`, as a file that a person can read, run and check."""
+def emit(region: AttentionRegion, plan: TilePlan, saves_lse: bool = False) -> KernelSource:
+    """The kernel of `region` under `plan`, as a file that a person can read, run and check.
+
+    `saves_lse`: launch(out, tensors, sizes, lse) also saves what `emit_backward` needs, as `logsumexp` says.
+    """
     require_free_names(region)
-    key = kernel_key(region, plan)
+    key = kernel_key(region, plan, saves_lse)
     frame = Frame(without_skipping(region) if plan.skeleton == "decode" else region, plan)
     name = kernel_name(frame, key)
-    kernels, launcher = decode(frame) if plan.skeleton == "decode" else prefill(frame)
+    kernels, launcher = decode(frame) if plan.skeleton == "decode" and not saves_lse else prefill(frame, saves_lse)
     if plan.loads == "descriptor":
         kernels = f"{kernels.rstrip()}\n\n\n{HELPERS.rstrip()}"
     text = fill(
@@ -57,7 +61,8 @@ def emit(region: AttentionRegion, plan: TilePlan) -> KernelSource:
             "kernels": kernels,
             "out_axes": ", ".join(region.out_axes),
             "launcher": launcher,
-            "selfcheck": selfcheck(region),
+            "lse": ", lse" if saves_lse else "",
+            "selfcheck": selfcheck(region, saves_lse),
         },
     )
     check(name, text)
@@ -68,7 +73,7 @@ RESERVED = frozenset({
     "d", "dv", "n", "n_pos", "row", "q_row", "q_idx", "q_pos", "q_start", "q_last", "q_tiles", "outer", "program",
     "unit", "units", "rows", "split", "splits", "share", "part", "inside", "kv", "kv_idx", "kv_pos", "key", "live",
     "score", "p", "acc", "row_max", "row_sum", "new_max", "pivot", "rescale", "edge", "k_begin", "k_end", "full_begin",
-    "full_end", "out", "sizes", "tensors", "torch", "triton", "tl", "attention", "combine",
+    "full_end", "out", "lse", "lse_rows", "sizes", "tensors", "torch", "triton", "tl", "attention", "combine",
     "split_count", "in_rows", "scratch",
 })  # fmt: skip
 """What the skeletons call their own variables."""
@@ -82,19 +87,23 @@ def require_free_names(region: AttentionRegion) -> None:
             raise KernelError(f"a region's axis, operand or length cannot be called {name}; rename it")
 
 
-def kernel_key(region: AttentionRegion, plan: TilePlan) -> str:
+def kernel_key(region: AttentionRegion, plan: TilePlan, saves_lse: bool = False) -> str:
     """A hash of what decides the kernel's text: the region's meaning, the tile, the generator."""
     tile = (plan.block_m, plan.block_n, plan.d_chunks, plan.dv_chunks, plan.warps, plan.stages, plan.pack, plan.loads)
-    return hashlib.sha256(repr((VERSION, region.key, plan.skeleton, tile)).encode()).hexdigest()[:16]
+    more = ("lse",) if saves_lse else ()
+    return hashlib.sha256(repr((VERSION, region.key, plan.skeleton, tile, *more)).encode()).hexdigest()[:16]
 
 
-def prefill(frame: Frame) -> tuple[str, list[str]]:
+def prefill(frame: Frame, saves_lse: bool = False) -> tuple[str, list[str]]:
     """(kernel, launcher) where one program walks the keys of one query tile."""
+    if saves_lse:
+        require_lse(frame)
     program = ["program = tl.program_id(0)", *batch_axes(frame, "program")]
-    holes = {**common(frame), "program": program, "state": state(frame), "rescue": rescue(frame), "store": store(frame)}
+    holes = {**common(frame), "program": program, "state": state(frame), "rescue": rescue(frame)}
+    holes["store"] = [*(store_lse(frame) if saves_lse else []), *store(frame)]
     full_begin = "full_begin" if frame.k_begin != "0" else "0"
     kernel, params = finished(frame, PREFILL, "attention", {**holes, "full_begin": full_begin})
-    return kernel, prefill_launch(frame, "attention", params)
+    return kernel, prefill_launch(frame, "attention", params, saves_lse)
 
 
 def decode(frame: Frame) -> tuple[str, list[str]]:

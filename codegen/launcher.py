@@ -21,7 +21,7 @@ def parameters(frame: Frame, read: Iterable[str]) -> list[str]:
     pointers = [f"{t}_ptr" for t in tensors]
     ranks = [len(frame.region.out_axes), *(len(o.shape) for o in frame.region.operands)]
     strides = [f"{t}_stride_{i}" for t, rank in zip(tensors, ranks, strict=True) for i in range(rank)]
-    scratch = ["part_acc_ptr", "part_max_ptr", "part_sum_ptr", "splits"]
+    scratch = ["lse_ptr", "part_acc_ptr", "part_max_ptr", "part_sum_ptr", "splits"]
     return [p for p in (*pointers, *scratch, *strides, *frame.region.sizes) if p in names]
 
 
@@ -80,9 +80,12 @@ def call(kernel: str, grid: str, params: list[str], frame: Frame, warps: int = 0
     return [f"{kernel}[({grid},)](", *("    " + line for line in arguments), ")"]
 
 
-def prefill_launch(frame: Frame, kernel: str, params: list[str]) -> Lines:
+def prefill_launch(frame: Frame, kernel: str, params: list[str], saves_lse: bool = False) -> Lines:
     """A program for each query tile of each head."""
-    return [*unpacked(frame.region), *no_keys(frame), *prepared(frame), *call(kernel, units(frame), params, frame)]
+    empty = no_keys(frame)
+    if empty and saves_lse:
+        empty.insert(1, '    lse.fill_(float("-inf"))')
+    return [*unpacked(frame.region), *empty, *prepared(frame), *call(kernel, units(frame), params, frame)]
 
 
 def no_keys(frame: Frame) -> Lines:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from fusecomp.codegen.frame import score_name
 from fusecomp.codegen.launcher import unpacked
+from fusecomp.codegen.logsumexp import sample_lse
 from fusecomp.codegen.printer import Names, show, triton_text
 from fusecomp.codegen.sample import sample
 from fusecomp.codegen.skeletons import fill
@@ -40,7 +41,8 @@ def main():
     ]
     expected = reference(tensors, sizes)
     out = torch.empty(expected.shape, dtype=torch.«out_dtype»)
-    launch(out, tensors, sizes)
+    «lse»
+    launch(out, tensors, sizes«lse_argument»)
     torch.testing.assert_close(out.float(), expected, atol=«tolerance», rtol=«tolerance», equal_nan=True)
     print(f"agrees with PyTorch within «tolerance», at sizes {sizes}")
 
@@ -50,24 +52,33 @@ if __name__ == "__main__":
 '''
 
 
-def selfcheck(region: AttentionRegion) -> list[str]:
+def selfcheck(region: AttentionRegion, saves_lse: bool = False) -> list[str]:
     """reference() and main()."""
     found = sample(region)
     narrow = {region.out_dtype, region.pv_dtype, *(p.dtype for p in region.products)} - {"float32"}
     holes = {
+        **dense(region),
+        "lse": [sample_lse(region, dict(found.sizes))] if saves_lse else [],
+        "lse_argument": ", lse" if saves_lse else "",
         "where": INTERPRETED if "bfloat16" not in narrow else ON_GPU,
-        "unpack": unpacked(region),
-        "indices": _indices(region),
-        "products": _products(region),
-        "score": _score(region),
-        "softmax": _softmax(region),
-        "output": _output(region),
         "sizes": ", ".join(str(found.sizes[name]) for name in region.sizes),
         "tensors": [f"{t}," for t in found.tensors],
         "out_dtype": region.out_dtype,
         "tolerance": "4e-2" if narrow else "1e-4",
     }
     return wrapped_lines(fill(SELFCHECK, holes)).rstrip().splitlines()
+
+
+def dense(region: AttentionRegion) -> dict[str, Lines]:
+    """The body of reference(), a part for each hole."""
+    return {
+        "unpack": unpacked(region),
+        "indices": _indices(region),
+        "products": _products(region),
+        "score": _score(region),
+        "softmax": _softmax(region),
+        "output": _output(region),
+    }
 
 
 def _names(region: AttentionRegion) -> Names:

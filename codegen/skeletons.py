@@ -23,7 +23,7 @@ import triton.language as tl
 «kernels»
 
 
-def launch(out, tensors, sizes):
+def launch(out, tensors, sizes«lse»):
     """Write the attention of `tensors` into `out`, which has the logical shape [«out_axes»] and any strides."""
     «launcher»
 

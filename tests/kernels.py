@@ -60,14 +60,18 @@ class Interpreter:
 
     def run(self, source: KernelSource, out: Tensor, tensors: list[Tensor], sizes: list[int]) -> Tensor:
         """`out` after the launch, with the memory around it."""
+        found: Tensor = self.launch(source, out, tensors, sizes)[0]
+        return found
+
+    def launch(self, source: KernelSource, *arguments: Any) -> Any:
+        """The arguments of `launch` after it, with what it wrote."""
         assert self.process.stdin is not None
         assert self.process.stdout is not None
-        _send((source, out, tensors, sizes), self.process.stdin)
+        _send((source, arguments), self.process.stdin)
         answer = _receive(self.process.stdout)
         if isinstance(answer, str):
             raise AssertionError(answer)
-        found: Tensor = answer
-        return found
+        return answer
 
     def close(self) -> None:
         self.process.stdin.close()  # type: ignore[union-attr]
@@ -115,12 +119,12 @@ def _serve() -> None:
     with tempfile.TemporaryDirectory() as folder:
         while True:
             try:
-                source, out, tensors, sizes = _receive(sys.stdin.buffer)
+                source, arguments = _receive(sys.stdin.buffer)
             except EOFError:
                 return
-            answer: Any = out
+            answer: Any = arguments
             try:
-                load(source, Path(folder)).launch(out, tensors, sizes)
+                load(source, Path(folder)).launch(*arguments)
             except Exception as error:  # noqa: BLE001 - the test reports it
                 answer = f"{type(error).__name__}: {error}"
             _send(answer, sys.stdout.buffer)

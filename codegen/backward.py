@@ -1,0 +1,222 @@
+"""Region and plans to the text of its backward kernels: every hole of the skeletons is filled, nothing is decided here.
+
+    source = emit_backward(region, backward_plan(region))
+    launch(grads, out, grad_out, lse, tensors, sizes)
+
+`lse` is what `emit(region, plan, saves_lse=True)` saved: log sum exp(S) of each query with its sink, in natural units,
+-inf where a query saw no key.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from fusecomp.codegen import backward_keys as keys
+from fusecomp.codegen import backward_memory as memory
+from fusecomp.codegen import backward_queries as queries
+from fusecomp.codegen import backward_range as ranges
+from fusecomp.codegen.backward_check import backward_selfcheck
+from fusecomp.codegen.backward_frame import GradientFrame, require_gradients
+from fusecomp.codegen.backward_launcher import backward_launch, declared, parameters
+from fusecomp.codegen.backward_skeletons import (
+    BACKWARD_MODULE,
+    KEY_GRADIENTS,
+    QUERY_GRADIENT,
+    ROW_PRODUCTS,
+    SHARED_KEY_GRADIENTS,
+    spaced,
+)
+from fusecomp.codegen.base2 import LOG2E
+from fusecomp.codegen.document import kernel_name, title
+from fusecomp.codegen.emit import RESERVED, require_free_names
+from fusecomp.codegen.launcher import unspecialised, wrapped
+from fusecomp.codegen.memory import fixed_loads, query_tiles, tile_pointers
+from fusecomp.codegen.program import batch_axes, columns, edge_loop, full_range, key_range, query_rows
+from fusecomp.codegen.skeletons import fill
+from fusecomp.codegen.source import KernelSource, check, names_read, tidy
+from fusecomp.errors import KernelError
+from fusecomp.ir.expr import text
+from fusecomp.ir.region import AttentionRegion
+from fusecomp.planning.backward import BackwardPlan
+from fusecomp.planning.tile import TilePlan
+
+VERSION = 1
+"""Part of every key: raise it when the same region and plan give another kernel."""
+
+OWN = frozenset({
+    "m", "first_row", "query", "k_row", "k_tiles", "k_start", "k_last", "q_begin", "q_end", "member", "lse", "delta",
+    "logit", "d_p", "d_score", "d_logit", "grads", "grad", "grad_out", "row_products", "query_gradient",
+    "key_gradients",
+})  # fmt: skip
+"""What the backward skeletons call their own variables, beside `RESERVED`."""
+
+
+@dataclass(frozen=True)
+class BackwardSource(KernelSource):
+    """A generated backward module. `plan` is that of dQ."""
+
+    plans: BackwardPlan | None = None
+
+    def plan_of(self, kernel: str) -> TilePlan:
+        """The schedule of one kernel of the file."""
+        if self.plans is None or kernel == "query_gradient":
+            return self.plan
+        return self.plans.keys if kernel == "key_gradients" else replace(self.plan, warps=4, stages=1)
+
+
+def emit_backward(region: AttentionRegion, plan: BackwardPlan) -> BackwardSource:
+    """The gradients of Q, K and V. Raises KernelError, with the reason, for a region that has no exact kernel."""
+    require_free_names(region)
+    for name in (*(v.name for v in region.batch), *(o.name for o in region.operands), *region.sizes):
+        if name in OWN - RESERVED:
+            raise KernelError(f"a region's axis, operand or length cannot be called {name}; rename it")
+    frames = {"query_gradient": GradientFrame(region, plan.queries), "key_gradients": GradientFrame(region, plan.keys)}
+    frame = frames["query_gradient"]
+    require_gradients(frame)
+    key = backward_key(region, plan)
+    name = kernel_name(frame, key).replace("attention_", "attention_backward_", 1)
+    made = [row_products(frame), query_gradient(frame), key_gradients(frames["key_gradients"])]
+    params = dict(zip(("row_products", "query_gradient", "key_gradients"), (p for _, p in made), strict=True))
+    kernels = spaced([body for body, _ in made])
+    written = fill(
+        BACKWARD_MODULE,
+        {
+            "title": title(region).replace("attention", "gradients of attention", 1),
+            "document": document(region, plan, key),
+            "constants": constants(frame, kernels),
+            "kernels": kernels,
+            "out_axes": ", ".join(region.out_axes),
+            "lse_axes": ", ".join([*(v.name for v in region.batch), region.q_idx.name]),
+            "launcher": backward_launch(frames, params),
+            "selfcheck": backward_selfcheck(region),
+        },
+    )
+    check(name, written)
+    return BackwardSource(name, written, key, plan.queries, region, plan)
+
+
+def backward_key(region: AttentionRegion, plan: BackwardPlan) -> str:
+    """A hash of what decides the kernels' text."""
+    tiles = [(p.block_m, p.block_n, p.d_chunks, p.dv_chunks, p.warps, p.stages) for p in (plan.queries, plan.keys)]
+    return hashlib.sha256(repr((VERSION, "backward", region.key, tiles)).encode()).hexdigest()[:16]
+
+
+def row_products(frame: GradientFrame) -> tuple[str, list[str]]:
+    """delta = rowsum(dO O)."""
+    plain = GradientFrame(replace(frame.region, keep=()), frame.plan)
+    output = [
+        *queries.output_tiles(plain, "out", "o", cast=False),
+        *queries.output_tiles(plain, "grad_out", "do", cast=False),
+    ]
+    holes = {
+        "program": ["program = tl.program_id(0)", *batch_axes(plain, "program")],
+        "rows": query_rows(plain),
+        "columns": columns(plain),
+        "output": output,
+        "first_row": queries.first_row(plain),
+        "delta": queries.delta(plain),
+    }
+    return finished(plain, ROW_PRODUCTS, "row_products", holes)
+
+
+def query_gradient(frame: GradientFrame) -> tuple[str, list[str]]:
+    """dQ: one program walks the keys of one query tile."""
+    holes = {
+        "program": ["program = tl.program_id(0)", *batch_axes(frame, "program")],
+        "rows": query_rows(frame),
+        "columns": columns(frame),
+        "fixed": fixed_loads(frame),
+        "query": query_tiles(frame),
+        "values": queries.query_values(frame),
+        "pointers": tile_pointers(frame),
+        "accs": queries.accumulators(frame),
+        "key_range": key_range(frame),
+        "full_range": full_range(frame),
+        "full_begin": "full_begin" if frame.k_begin != "0" else "0",
+        "full_tile": queries.full_tile(frame),
+        "edge_loop": edge_loop(frame),
+        "edge_tile": queries.edge_tile(frame),
+        "store": queries.store(frame),
+    }
+    return finished(frame, QUERY_GRADIENT, "query_gradient", holes)
+
+
+def key_gradients(frame: GradientFrame) -> tuple[str, list[str]]:
+    """dK and dV: one program walks the queries that see one tile of keys."""
+    holes: dict[str, str | list[str]] = {
+        "program": keys.program(frame),
+        "columns": keys.columns(frame),
+        "fixed": memory.fixed_values(frame, inside=False),
+        "keys": memory.key_tiles(frame),
+        "accs": keys.accumulators(frame),
+        "pointers": memory.query_pointers(frame),
+        "first_row": keys.first_row(frame),
+        "query_range": ranges.query_range(frame),
+        "full_begin": ranges.full_begin(frame),
+        "full_tile": keys.full_tile(frame),
+        "edge_loop": ranges.edge_loop(frame),
+        "edge_tile": keys.edge_tile(frame),
+        "store": memory.store(frame),
+    }
+    if not frame.members:
+        return finished(frame, KEY_GRADIENTS, "key_gradients", holes)
+    holes |= {"member_name": keys.member_name(frame), "members": keys.members(frame), "member": keys.member(frame)}
+    holes |= {"fixed_inside": memory.fixed_values(frame, inside=True)}
+    return finished(frame, SHARED_KEY_GRADIENTS, "key_gradients", holes)
+
+
+def finished(
+    frame: GradientFrame, skeleton: str, name: str, holes: Mapping[str, str | list[str]]
+) -> tuple[str, list[str]]:
+    """The filled skeleton, taking only the parameters that it reads."""
+    head, _, body = skeleton.partition("):\n")
+    body = tidy("def kernel():\n" + fill(body, holes)).removeprefix("def kernel():\n")
+    params = parameters(frame, names_read("def kernel():\n" + body))
+    sizes = "[" + ", ".join(f'"{p}"' for p in unspecialised(frame, params)) + "]"
+    filled = fill(head, {"sizes": sizes, "name": name, "parameters": wrapped(declared(params), 4)})
+    return filled + "):\n" + body, params
+
+
+def constants(frame: GradientFrame, kernels: str) -> list[str]:
+    """The score's factors, as the kernels name them."""
+    scale = frame.exponent.scale
+    known = {
+        "LOG2E": (LOG2E, "log2(e)"),
+        "SCALE": (scale, f"log2(e) * {scale / LOG2E:.9g}"),
+    }
+    read = names_read(kernels)
+    return [f"{name} = tl.constexpr({value!r})  # {what}" for name, (value, what) in known.items() if name in read]
+
+
+def document(region: AttentionRegion, plan: BackwardPlan, key: str) -> list[str]:
+    """The mathematics, what is read, the plans, and how to make this file again."""
+    shapes = [f"    {o.name:<10} [{', '.join(map(text, o.shape))}]  {o.dtype}" for o in region.operands]
+    weight = "" if text(region.weight) == "1.0" else f"({text(region.weight)}) "
+    return [
+        *str(region).splitlines()[1:],
+        *([f"    # {region.origin}  {region.source.strip()}"] if region.source else []),
+        "",
+        "Its gradients, for dO the gradient of O:",
+        "    P = exp(S - lse)",
+        f"    dV = sum over queries of  {weight}P dO",
+        f"    dS = P ({weight}dO V - delta),  delta = sum over dv of  O dO",
+        "    dQ = sum over keys of  dS dS/dscore K,  dK = sum over queries of  dS dS/dscore Q",
+        "",
+        "Tensors, through run-time strides:",
+        *shapes,
+        f"    {'out':<10} [{', '.join(region.out_axes)}]  {region.out_dtype}, and grad_out",
+        "",
+        *_plan("dQ", plan.queries),
+        *_plan("dK, dV", plan.keys),
+        "",
+        "Generated by fusecomp; `python THIS_FILE` compares it with autograd in plain PyTorch.",
+        f"Key {key}.",
+    ]
+
+
+def _plan(what: str, plan: TilePlan) -> list[str]:
+    device = f" for {plan.device}" if plan.device else ""
+    tile = f"tiles of {plan.block_m} queries x {plan.block_n} keys, {plan.warps} warps, {plan.stages} stages"
+    return [f"Plan{device} of {what}: {tile}."]

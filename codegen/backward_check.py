@@ -1,0 +1,69 @@
+"""The end of a backward file: the same mathematics in plain PyTorch, and a main() that compares autograd with it."""
+
+from __future__ import annotations
+
+from fusecomp.codegen.backward_frame import roles
+from fusecomp.codegen.sample import sample
+from fusecomp.codegen.selfcheck import INTERPRETED, ON_GPU, dense
+from fusecomp.codegen.skeletons import fill
+from fusecomp.codegen.wrap import wrapped_lines
+from fusecomp.ir.region import AttentionRegion
+
+BACKWARD_SELFCHECK = '''\
+def reference(tensors, sizes):
+    """The same attention, dense, in float32 PyTorch: (O, log sum exp(S))."""
+    «unpack»
+    «indices»
+
+    «products»
+    «score»
+
+    «softmax»
+    «output»
+
+
+def main():
+    """Compare the kernels with autograd of `reference` on random inputs. «where»"""
+    torch.manual_seed(0)
+    torch.set_default_device("cuda" if torch.cuda.is_available() else "cpu")
+    sizes = [«sizes»]
+    tensors = [
+        «tensors»
+    ]
+    learned = [tensors[i].requires_grad_() for i in «places»]
+    out, lse = reference(tensors, sizes)
+    grad_out = torch.randn(out.shape).to(torch.«out_dtype»)
+    expected = torch.autograd.grad(out, learned, grad_out.float())
+    tensors = [t.detach() for t in tensors]
+    grads = [torch.empty_like(t) if i in «places» else None for i, t in enumerate(tensors)]
+    launch(grads, out.detach().to(torch.«out_dtype»), grad_out, lse.detach().contiguous(), tensors, sizes)
+    for i, grad in zip(«places», expected):
+        torch.testing.assert_close(grads[i].float(), grad.float(), atol=«tolerance», rtol=«tolerance»)
+    print(f"agrees with PyTorch within «tolerance», at sizes {sizes}")
+
+
+if __name__ == "__main__":
+    main()
+'''
+
+
+def backward_selfcheck(region: AttentionRegion) -> list[str]:
+    """reference() and main()."""
+    found = sample(region)
+    names = [o.name for o in region.operands]
+    narrow = {region.out_dtype, region.pv_dtype, *(p.dtype for p in region.products)} - {"float32"}
+    parts = dense(region)
+    *values, result = parts["output"]
+    logits = "s" if region.sink is None else "torch.cat([s, sink], dim=-1)"
+    lse = f"lse = torch.logsumexp({logits}, dim=-1)"
+    holes = {
+        **parts,
+        "output": [*values, lse, f"{result}, lse"],
+        "where": INTERPRETED if "bfloat16" not in narrow else ON_GPU,
+        "sizes": ", ".join(str(found.sizes[name]) for name in region.sizes),
+        "tensors": [f"{t}," for t in found.tensors],
+        "places": str(sorted({names.index(a.operand) for a in roles(region)})),
+        "out_dtype": region.out_dtype,
+        "tolerance": "8e-2" if narrow else "1e-4",
+    }
+    return wrapped_lines(fill(BACKWARD_SELFCHECK, holes)).rstrip().splitlines()

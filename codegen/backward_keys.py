@@ -1,0 +1,160 @@
+"""dK and dV: a program has a tile of keys of one KV head, and walks the queries that see them. (frame) -> lines.
+
+The tile is [BLOCK_N, BLOCK_M]: P^T and dS^T are left factors of the products that they enter. Heads that share the
+keys are summed inside the program, so that nothing is added atomically and the result is the same every time.
+"""
+
+from __future__ import annotations
+
+from fusecomp.codegen.backward_frame import GradientFrame
+from fusecomp.codegen.backward_memory import query_loads, query_values
+from fusecomp.codegen.backward_queries import read_by_tile
+from fusecomp.codegen.backward_tile import (
+    accumulated,
+    mask,
+    probabilities,
+    products_of,
+    rounded,
+    row_values,
+    score_gradients,
+    scores,
+    value_products,
+    weighted,
+)
+from fusecomp.codegen.frame import Chunk
+from fusecomp.codegen.printer import triton_text
+from fusecomp.ir.expr import Expr, Var, parts
+
+Lines = list[str]
+
+
+# ----------------------------------------------------------------------------------------------------------------
+# The program
+
+
+def program(frame: GradientFrame) -> Lines:
+    """program = outer * k_tiles + tile, key tiles fastest; outer counts the KV heads."""
+    size = triton_text(frame.kv_idx.size, frame.names)
+    lines, left = [], "outer"
+    for place, v in reversed(list(enumerate(frame.key_axes))):
+        extent = axis_size(frame, v)
+        lines.append(f"{v.name} = {left} % {extent}" if place else f"{v.name} = {left}")
+        left = f"{left} // {extent}"
+    return [
+        "program = tl.program_id(0)",
+        f"k_tiles = tl.cdiv({size}, BLOCK_N)",
+        "k_start = program % k_tiles * BLOCK_N",
+        "outer = tl.cast(program // k_tiles, tl.int64)",
+        *lines,
+    ]
+
+
+def axis_size(frame: GradientFrame, v: Var) -> str:
+    """The length of an axis, as a factor."""
+    body = triton_text(v.size, frame.names)
+    return body if body.isalnum() else f"({body})"
+
+
+def columns(frame: GradientFrame) -> Lines:
+    """The places in a tile of keys and in a tile of queries."""
+    size = triton_text(frame.kv_idx.size, frame.names)
+    products = range(len(frame.region.products))
+    chunks = [*(c for t in products for c in frame.d_chunks(t)), *frame.dv_chunks]
+    return [
+        "# Keys past the end repeat the last one, and are not stored",
+        "n = tl.arange(0, BLOCK_N)[:, None]",
+        f"k_row = tl.minimum(n, {size} - 1 - k_start)",
+        "kv_idx = k_start + k_row",
+        "kv_pos = kv_idx.to(tl.float32)",
+        "m = tl.arange(0, BLOCK_M)",
+        *(f"{c.d} = {f'{c.first} + ' * bool(c.first)}tl.arange(0, {c.size})" for c in chunks),
+    ]
+
+
+def member_name(frame: GradientFrame) -> str:
+    """The index of the loop over query heads that share the keys: the axis itself where there is one."""
+    return frame.members[0].name if len(frame.members) == 1 else "member"
+
+
+def members(frame: GradientFrame) -> str:
+    """How many query heads share the keys."""
+    return " * ".join(axis_size(frame, v) for v in frame.members)
+
+
+def member(frame: GradientFrame) -> Lines:
+    """h = h_group * 3 + h_member, from the number of the member."""
+    lines, left = [], "member"
+    for place, v in reversed(list(enumerate(frame.members)) if len(frame.members) > 1 else []):
+        extent = axis_size(frame, v)
+        lines.append(f"{v.name} = {left} % {extent}" if place else f"{v.name} = {left}")
+        left = f"{left} // {extent}"
+    for v, n in frame.shares.items():
+        if n > 1:
+            lines.append(f"{v.name} = {v.name}_group * {n} + {v.name}_member")
+    return lines
+
+
+def accumulators(frame: GradientFrame) -> Lines:
+    keys = [f"{c.name('dk_acc')} = tl.zeros([BLOCK_N, {c.size}], tl.float32)" for _, c in _key_chunks(frame)]
+    return [*keys, *(f"{c.name('dv_acc')} = tl.zeros([BLOCK_N, {c.size}], tl.float32)" for c in frame.dv_chunks)]
+
+
+def _key_chunks(frame: GradientFrame) -> list[tuple[int, Chunk]]:
+    return [(t, c) for t in range(len(frame.region.products)) for c in frame.d_chunks(t)]
+
+
+# ----------------------------------------------------------------------------------------------------------------
+# A tile of queries
+
+
+def first_row(frame: GradientFrame) -> Lines:
+    """Where lse and delta [batch axes, M] hold this head's queries."""
+    size, body = triton_text(frame.q_idx.size, frame.names), ""
+    for v in frame.region.batch:
+        body = f"({body} * {axis_size(frame, v)} + {v.name})" if body else v.name
+    body = body if frame.key_axes else f"tl.cast({body or '0'}, tl.int64)"
+    return [f"first_row = {body} * {size}  # of this head, in lse and delta"]
+
+
+def full_tile(frame: GradientFrame) -> Lines:
+    """Queries that all see the whole tile of keys, as far as bounds say."""
+    return _tile(frame, list(frame.rows_reach.loose), edge=False)
+
+
+def edge_tile(frame: GradientFrame) -> Lines:
+    """Queries that a bound, or their end, cuts. Those past the end have lse = inf, so that P = 0."""
+    found = frame.rows_reach
+    return _tile(frame, [x.term for x in (*found.lower, *found.upper)] + list(found.loose), edge=True)
+
+
+def _tile(frame: GradientFrame, tests: list[Expr], edge: bool) -> Lines:
+    """dV += (weight P)^T dO;  dK_t += dscore_t^T Q_t."""
+    shape = "[BLOCK_N, BLOCK_M]"
+    wanted = {x for e in read_by_tile(frame, tests) for x in parts(e)}
+    values = query_values(frame, edge)
+    named = [n for n, e in (*frame.element.hoisted, *frame.element.tiles) if e in wanted]
+    body = [
+        "query = tl.cast(q_start, tl.int64)",
+        "q_idx = q_start + m[None, :]",
+        "q_pos = q_idx.to(tl.float32)",
+        *([f"live = q_start + m < {triton_text(frame.q_idx.size, frame.names)}"] if edge else []),
+        *query_loads(frame, edge, "q"),
+        *products_of(frame, "{1}", "tl.trans({0})", shape),
+        "",
+        *(line for line in values if line.split(" = ")[0] in named),
+        *scores(frame),
+        *mask(frame, tests, {}),
+        *row_values(frame, "first_row + q_start + m", "live" if edge else ""),
+        *probabilities(frame, "[None, :]"),
+        "",
+        *query_loads(frame, edge, "do"),
+    ]
+    pv = frame.region.pv_dtype
+    body += [accumulated(frame, c.name("dv_acc"), weighted(frame), c.name("do_tile"), pv) for c in frame.dv_chunks]
+    body += value_products(frame, "{1}", "tl.trans({0})", shape)
+    body += score_gradients(frame, "[None, :]")
+    for t, c in _key_chunks(frame):
+        dtype = frame.region.products[t].dtype
+        left = rounded(frame.d_name(t), dtype)
+        body.append(accumulated(frame, c.name("dk_acc"), left, c.name("q_tile"), dtype))
+    return body

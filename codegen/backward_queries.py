@@ -1,0 +1,129 @@
+"""The kernels that have a program for each tile of queries: delta = rowsum(dO O), and dQ. (frame) -> lines."""
+
+from __future__ import annotations
+
+from fusecomp.codegen.address import Address, address
+from fusecomp.codegen.backward_frame import GradientFrame
+from fusecomp.codegen.backward_tile import (
+    accumulated,
+    mask,
+    probabilities,
+    products_of,
+    rounded,
+    row_values,
+    scaled_by,
+    score_gradients,
+    scores,
+    value_products,
+)
+from fusecomp.codegen.frame import Chunk
+from fusecomp.codegen.memory import element_loads, key_loads, output_index, row_base, row_offsets, value_loads
+from fusecomp.codegen.printer import triton_text
+from fusecomp.codegen.program import stored_rows
+from fusecomp.codegen.tile import places
+from fusecomp.ir.expr import Expr, Var
+
+Lines = list[str]
+
+
+def _address(frame: GradientFrame, operand: str, index: tuple[Expr, ...]) -> Address:
+    return address(operand, index, frame.moving, frozenset({frame.q_idx.name}))
+
+
+def first_row(frame: GradientFrame) -> Lines:
+    """Where lse and delta [batch axes, M] hold this tile's queries."""
+    size = triton_text(frame.q_idx.size, frame.names)
+    return [f"rows = outer * {size} + q_start + q_row  # [BLOCK_M, 1], in lse and delta"]
+
+
+def output_tiles(frame: GradientFrame, operand: str, stem: str, cast: bool) -> Lines:
+    """stem_tile [BLOCK_M, Dv] of each chunk, from a tensor of the output's shape."""
+    a = _address(frame, operand, output_index(frame))
+    lines = [f"{stem}_base = {' + '.join([f'{operand}_ptr', *row_base(frame, a)])}"]
+    for c in frame.dv_chunks:
+        pointer = " + ".join([f"{stem}_base", *row_offsets(frame, a, {frame.region.dv: f"{c.d}[None, :]"})])
+        live = f", mask={c.d}[None, :] < {c.limit}, other=0.0" if c.limit else ""
+        body = f"tl.load({pointer}{live})"
+        body = rounded(body, frame.region.pv_dtype, frame.region.out_dtype) if cast else f"{body}.to(tl.float32)"
+        lines.append(f"{c.name(f'{stem}_tile')} = {body}  # [BLOCK_M, {c.size}]")
+    return lines
+
+
+def delta(frame: GradientFrame) -> Lines:
+    """delta = sum over dv of O dO."""
+    terms = [f"tl.sum({c.name('o_tile')} * {c.name('do_tile')}, axis=1)" for c in frame.dv_chunks]
+    return [
+        f"delta = {' + '.join(terms)}",
+        f"tl.store(delta_ptr + rows, delta[:, None], mask={stored_rows(frame)})",
+    ]
+
+
+def query_values(frame: GradientFrame) -> Lines:
+    """dO, lse and delta of the tile's queries."""
+    return [*output_tiles(frame, "grad_out", "do", cast=True), *first_row(frame), *row_values(frame, "rows", "")]
+
+
+def accumulators(frame: GradientFrame) -> Lines:
+    return [f"{c.name('dq_acc')} = tl.zeros([BLOCK_M, {c.size}], tl.float32)" for c in _chunks(frame)]
+
+
+def _chunks(frame: GradientFrame) -> list[Chunk]:
+    return [c for t in range(len(frame.region.products)) for c in frame.d_chunks(t)]
+
+
+def full_tile(frame: GradientFrame) -> Lines:
+    """A tile whose every key is inside the bounds: only the loose terms of the mask are tested."""
+    return _tile(frame, list(frame.reach.loose), edge=False)
+
+
+def edge_tile(frame: GradientFrame) -> Lines:
+    """A tile that a bound, or the end of the keys, cuts."""
+    level = [x.term for x in frame.reach.upper if x.slope]  # the others are what k_end says
+    return _tile(frame, [x.term for x in frame.reach.lower] + level + list(frame.reach.loose), edge=True)
+
+
+def _tile(frame: GradientFrame, tests: list[Expr], edge: bool) -> Lines:
+    """dQ_t += dscore_t K_t."""
+    live = Var("live", frame.kv_idx.size)
+    body = [
+        *key_loads(frame, edge),
+        *products_of(frame, "{0}", "{1}", "[BLOCK_M, BLOCK_N]"),
+        "",
+        *element_loads(frame, edge, read_by_tile(frame, tests)),
+        *scores(frame),
+        *mask(frame, [*([live] if edge else []), *tests], {live: "live[None, :]"}),
+        *probabilities(frame, ""),
+        "",
+        *value_loads(frame, edge),
+        *value_products(frame, "{0}", "tl.trans({1})", "[BLOCK_M, BLOCK_N]"),
+        *score_gradients(frame, ""),
+    ]
+    for t, product in enumerate(frame.region.products):
+        for c in frame.d_chunks(t):
+            left = rounded(frame.d_name(t), product.dtype)
+            body.append(accumulated(frame, c.name("dq_acc"), left, f"tl.trans({c.name('k_tile')})", product.dtype))
+    return [*places(frame, "\n".join(body)), *body]
+
+
+def read_by_tile(frame: GradientFrame, tests: list[Expr]) -> list[Expr]:
+    """The expressions that a tile computes."""
+    inner = [frame.shared(x, i) for i, (_, x) in enumerate(frame.inner)]
+    rests = [rest for rest, _ in frame.derivative.values()]
+    return [frame.exponent.score, *inner, *rests, *tests, *([frame.weight] if frame.weight is not None else [])]
+
+
+def store(frame: GradientFrame) -> Lines:
+    """dQ_t = factor dq_acc, rounded."""
+    lines: Lines = []
+    for t, product in enumerate(frame.region.products):
+        a = _address(frame, f"grad_{product.q.operand}", product.q.index)
+        base = f"dq{t or ''}_base"
+        lines.append(f"{base} = {' + '.join([f'grad_{product.q.operand}_ptr', *row_base(frame, a)])}")
+        for c in frame.d_chunks(t):
+            live = stored_rows(frame)
+            live = f"({live}) & ({c.d}[None, :] < {c.limit})" if c.limit else live
+            value = scaled_by(c.name("dq_acc"), frame.factor_of(t))
+            value = rounded(value if " " not in value else f"({value})", frame.region.operand(product.q.operand).dtype)
+            pointer = " + ".join([base, *row_offsets(frame, a, {product.d: f"{c.d}[None, :]"})])
+            lines.append(f"tl.store({pointer}, {value}, mask={live})")
+    return lines

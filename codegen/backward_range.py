@@ -1,0 +1,88 @@
+"""Which queries a tile of keys is seen by: the bounds of the mask, read the other way round. (frame) -> lines."""
+
+from __future__ import annotations
+
+from fusecomp.codegen.backward_frame import GradientFrame
+from fusecomp.codegen.printer import triton_text
+from fusecomp.ir.expr import Expr, Load, Var, parts
+from fusecomp.ir.poly import is_natural
+from fusecomp.ir.ranges import Bound
+
+Lines = list[str]
+
+
+def query_range(frame: GradientFrame) -> Lines:
+    """[q_begin, q_end) are the queries that see a key of the tile; all of [full_begin, full_end) see all of it."""
+    found, size = frame.rows_reach, triton_text(frame.q_idx.size, frame.names)
+    sloped = any(x.slope for x in (*found.lower, *found.upper))
+    last = f"k_last = tl.minimum(k_start + BLOCK_N, {triton_text(frame.kv_idx.size, frame.names)}) - 1"
+    upper = [_edge(frame, x, greatest=True) for x in found.upper]
+    lines = [last] if sloped else []
+    if found.lower:
+        edges = [_edge(frame, x, greatest=False) for x in found.lower]
+        natural = any(is_natural(_extreme(frame, x, greatest=False)) for x in found.lower)
+        least = _chain("maximum", edges if natural else [*edges, "0"])
+        lines.append(f"q_begin = {_int32(frame, least, found.lower)} // BLOCK_M * BLOCK_M")
+    if found.upper:
+        lines.append(f"q_end = {_int32(frame, _chain('minimum', [*upper, size]), found.upper)}")
+    begin, end = begin_name(frame), end_name(frame)
+    if found.lower:
+        most = _chain("maximum", [*(_edge(frame, x, greatest=True) for x in found.lower), begin])
+        lines.append(f"full_begin = tl.cdiv({_int32(frame, most, found.lower)}, BLOCK_M) * BLOCK_M")
+    ends = _int32(frame, _chain("minimum", [*(_edge(frame, x, greatest=False) for x in found.upper), end]), found.upper)
+    if found.lower or found.upper:
+        ends = f"tl.maximum({ends}, {full_begin(frame)})"
+    return [*lines, f"full_end = {ends} // BLOCK_M * BLOCK_M"]
+
+
+def begin_name(frame: GradientFrame) -> str:
+    return "q_begin" if frame.rows_reach.lower else "0"
+
+
+def full_begin(frame: GradientFrame) -> str:
+    return "full_begin" if frame.rows_reach.lower else "0"
+
+
+def end_name(frame: GradientFrame) -> str:
+    return "q_end" if frame.rows_reach.upper else triton_text(frame.q_idx.size, frame.names)
+
+
+def edge_loop(frame: GradientFrame) -> Lines:
+    """The tiles of [q_begin, q_end) outside [full_begin, full_end)."""
+    if not frame.rows_reach.lower:
+        return [
+            "# The tiles that the mask or the end of the queries cuts",
+            f"for q_start in range(full_end, {end_name(frame)}, BLOCK_M):",
+        ]
+    return [
+        "# The tiles that the mask or the end of the queries cuts, before and after the full ones",
+        f"for edge in range(q_begin, {end_name(frame)} - (full_end - full_begin), BLOCK_M):",
+        "    q_start = tl.where(edge < full_begin, edge, edge + (full_end - full_begin))",
+    ]
+
+
+def _edge(frame: GradientFrame, bound: Bound, greatest: bool) -> str:
+    return triton_text(_extreme(frame, bound, greatest), frame.names)
+
+
+def _extreme(frame: GradientFrame, bound: Bound, greatest: bool) -> Expr:
+    first, last = Var("k_start", frame.kv_idx.size), Var("k_last", frame.kv_idx.size)
+    return (bound.greatest if greatest else bound.least)(first, last, frame.kv_idx)
+
+
+def _chain(op: str, texts: list[str]) -> str:
+    total = texts[0]
+    for body in texts[1:]:
+        total = f"tl.{op}({total}, {body})"
+    return total
+
+
+def _int32(frame: GradientFrame, body: str, bounds: tuple[Bound, ...]) -> str:
+    """Query positions are int32; a bound read from an int64 tensor, or computed from a batch index, is not."""
+    axes = {v.name for v in (*frame.region.batch, *frame.key_axes)}
+    wide = any(
+        (isinstance(x, Load) and x.dtype == "int64") or (isinstance(x, Var) and x.name in axes)
+        for bound in bounds
+        for x in parts(bound.edge)
+    )
+    return f"tl.cast({body}, tl.int32)" if wide else body

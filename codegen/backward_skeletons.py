@@ -1,0 +1,130 @@
+"""The backward kernels as pages with named holes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+BACKWARD_MODULE = '''\
+"""«title»
+
+«document»
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+«constants»
+
+
+«kernels»
+
+
+def launch(grads, out, grad_out, lse, tensors, sizes):
+    """Write the gradients of `tensors` into `grads`, None where one is not wanted, of the tensors' shapes.
+
+    `out` is the attention, [«out_axes»] like `grad_out`, its gradient; `lse` is what the forward kernel saved,
+    [«lse_axes»], contiguous float32.
+    """
+    «launcher»
+
+
+«selfcheck»
+'''
+
+ROW_PRODUCTS = """\
+@triton.jit(do_not_specialize=«sizes»)
+def «name»(
+    «parameters»
+):
+    «program»
+
+    «rows»
+    «columns»
+
+    «output»
+    «first_row»
+    «delta»
+"""
+
+QUERY_GRADIENT = """\
+@triton.jit(do_not_specialize=«sizes»)
+def «name»(
+    «parameters»
+):
+    «program»
+
+    «rows»
+    «columns»
+    «fixed»
+
+    «query»
+    «values»
+    «pointers»
+
+    «accs»
+
+    «key_range»
+    «full_range»
+    for k_start in range(«full_begin», full_end, BLOCK_N):
+        «full_tile»
+
+    «edge_loop»
+        «edge_tile»
+
+    «store»
+"""
+
+_HEAD = """\
+@triton.jit(do_not_specialize=«sizes»)
+def «name»(
+    «parameters»
+):
+    «program»
+
+    «columns»
+    «fixed»
+
+    «keys»
+
+    «accs»
+
+"""
+
+_QUERIES = """\
+    «pointers»
+    «first_row»
+
+    «query_range»
+    for q_start in range(«full_begin», full_end, BLOCK_M):
+        «full_tile»
+
+    «edge_loop»
+        «edge_tile»
+
+"""
+
+
+def nested(lines: str) -> str:
+    """One level deeper."""
+    return "".join("    " + line if line.strip() else line for line in lines.splitlines(keepends=True))
+
+
+KEY_GRADIENTS = _HEAD + _QUERIES + "    «store»\n"
+
+SHARED_KEY_GRADIENTS = (
+    _HEAD
+    + """\
+    # The query heads that share the keys
+    for «member_name» in range(0, «members»):
+        «member»
+        «fixed_inside»
+"""
+    + nested(_QUERIES)
+    + "    «store»\n"
+)
+
+
+def spaced(parts: Sequence[str]) -> str:
+    """Functions of one module."""
+    return "\n\n\n".join(part.rstrip() for part in parts)

@@ -1,0 +1,125 @@
+"""One tile of a backward kernel: P again from the saved log-sum-exp, and the gradients of its scores.
+
+(frame, ...) -> lines; the docstring is the equation. `rows` is how a vector over the queries meets the tile:
+"[:, None]" where queries run down it, "[None, :]" where they run across.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from fusecomp.codegen.backward_frame import GradientFrame
+from fusecomp.codegen.derivative import ONE
+from fusecomp.codegen.frame import score_name
+from fusecomp.codegen.printer import literal, show, triton_dtype, triton_text
+from fusecomp.codegen.tile import precision
+from fusecomp.ir.algebra import apply
+from fusecomp.ir.expr import Expr, Score
+from fusecomp.ir.primitives import TIMES
+
+Lines = list[str]
+
+
+def scores(frame: GradientFrame) -> Lines:
+    """S of a tile from its products, the parts that the derivative needs too by name."""
+    inner = [f"{name} = {triton_text(frame.shared(x, i), frame.tile_names)}" for i, (name, x) in enumerate(frame.inner)]
+    e = frame.exponent.score
+    return [*inner, *([] if e == Score(0) else [f"{logit(frame)} = {triton_text(e, frame.tile_names)}"])]
+
+
+def logit(frame: GradientFrame) -> str:
+    """Name of S in the kernel, in the unit of `frame.exponent`."""
+    return "score" if frame.exponent.score == Score(0) else "logit"
+
+
+def mask(frame: GradientFrame, tests: Sequence[Expr], names: dict[Expr, str]) -> Lines:
+    """S = -inf where the query does not see the key."""
+    if not tests:
+        return []
+    keep = tests[0]
+    for term in tests[1:]:
+        keep = apply("and", keep, term)
+    s = logit(frame)
+    return [f'{s} = tl.where({triton_text(keep, frame.tile_names.having(names))}, {s}, float("-inf"))']
+
+
+def row_values(frame: GradientFrame, where: str, tests: str) -> Lines:
+    """lse and delta of the queries, lse in the unit of the exponent; infinite where a row takes no part."""
+    gone, zero = (f', mask={tests}, other=float("inf")', f", mask={tests}, other=0.0") if tests else ("", "")
+    unit = "" if frame.exponent.natural else " * LOG2E"
+    empty = 'lse = tl.where(lse == float("-inf"), float("inf"), lse)  # a row that saw no key takes no part'
+    return [
+        f"lse = tl.load(lse_ptr + {where}{gone}){unit}",
+        *([empty] if frame.may_be_empty else []),
+        f"delta = tl.load(delta_ptr + {where}{zero})",
+    ]
+
+
+def probabilities(frame: GradientFrame, rows: str) -> Lines:
+    """P = exp(S - lse)."""
+    e = frame.exponent
+    factor = " * SCALE" if e.scale != 1.0 else ""
+    body = f"{logit(frame)}{factor} - lse{rows}"
+    return [f"p = tl.exp2({f'({body}) * LOG2E' if e.natural else body})"]
+
+
+def score_gradients(frame: GradientFrame, rows: str) -> Lines:
+    """dS = P (dP - delta), and for each product dS times the part of dS/dscore that varies inside the tile."""
+    weight = [f"d_p = d_p * {factor_text(frame, frame.weight)}"] if frame.weight is not None else []
+    ds = f"p * (d_p - delta{rows})"
+    rests = {t: rest for t, (rest, _) in frame.derivative.items()}
+    if len(rests) > 1:
+        weight.append(f"d_logit = {ds}")
+        ds = "d_logit"
+    times = {t: "" if rest == ONE else f" * {factor_text(frame, rest)}" for t, rest in rests.items()}
+    return [*weight, *(f"{frame.d_name(t)} = {ds}{times[t]}" for t in rests)]
+
+
+def factor_text(frame: GradientFrame, e: Expr) -> str:
+    """`e` as the right factor of a product."""
+    body, level = show(e, frame.tile_names)
+    return f"({body})" if level >= TIMES else body
+
+
+def weighted(frame: GradientFrame) -> str:
+    """weight P, rounded as it is for P V."""
+    body = "p" if frame.weight is None else f"(p * {factor_text(frame, frame.weight)})"
+    return rounded(body, frame.region.pv_dtype)
+
+
+def rounded(body: str, dtype: str, held: str = "float32") -> str:
+    """body.to(dtype) unless it has that dtype."""
+    return body if dtype == held else f"{body}.to({triton_dtype(dtype)})"
+
+
+def accumulated(frame: GradientFrame, acc: str, left: str, right: str, dtype: str) -> str:
+    """acc += left right."""
+    return f"{acc} = tl.dot({left}, {right}, {acc}{precision(frame, dtype)})"
+
+
+def products_of(frame: GradientFrame, left: str, right: str, shape: str) -> Lines:
+    """score_t = sum over chunks of left right, where {0} stands for a chunk's part of a name."""
+    lines: Lines = []
+    for t, product in enumerate(frame.region.products):
+        into = score_name(0 if frame.summed else t)
+        for i, c in enumerate(frame.d_chunks(t)):
+            first = i == 0 and not (frame.summed and t)
+            onto, comment = ("", f"  # {shape}") if first else (f", {into}", "")
+            a, b = left.format(c.name("q_tile"), c.name("k_tile")), right.format(c.name("q_tile"), c.name("k_tile"))
+            lines.append(f"{into} = tl.dot({a}, {b}{onto}{precision(frame, product.dtype)}){comment}")
+    return lines
+
+
+def value_products(frame: GradientFrame, left: str, right: str, shape: str) -> Lines:
+    """dP = dO V^T, chunk by chunk; {0} is dO's tile, {1} is V's."""
+    lines: Lines = []
+    for i, c in enumerate(frame.dv_chunks):
+        onto, comment = (", d_p", "") if i else ("", f"  # {shape}")
+        a, b = (x.format(c.name("do_tile"), c.name("v_tile")) for x in (left, right))
+        lines.append(f"d_p = tl.dot({a}, {b}{onto}{precision(frame, frame.region.pv_dtype)}){comment}")
+    return lines
+
+
+def scaled_by(body: str, factor: float) -> str:
+    """body * factor."""
+    return body if factor == 1.0 else f"{body} * {literal(factor)}"

@@ -1,0 +1,119 @@
+"""dS/dscore, symbolically: what a gradient of S is multiplied by to become a gradient of one product.
+
+    (f(g))' = f'(g) g'          one row of RULES for each primitive, its partial derivatives
+
+Rounding passes a gradient through, as autograd does; predicates, floor and ceil have none.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+from fusecomp.codegen.cheaper import times
+from fusecomp.errors import KernelError
+from fusecomp.ir.algebra import apply, cast
+from fusecomp.ir.expr import Apply, Cast, Const, Expr, Score, dtype_kind, kind, parts
+
+ZERO, ONE = Const(0.0), Const(1.0)
+Partials = Callable[..., tuple[Expr, ...]]
+
+RULES: dict[str, Partials] = {
+    # name: (f(x, ...), x, ...) -> (df/dx, ...)
+    "add": lambda f, x, y: (ONE, ONE),
+    "sub": lambda f, x, y: (ONE, Const(-1.0)),
+    "mul": lambda f, x, y: (y, x),
+    "div": lambda f, x, y: (_over(ONE, y), apply("neg", _over(f, y))),
+    "neg": lambda f, x: (Const(-1.0),),
+    "abs": lambda f, x: (_choice("ge", x, ZERO, _choice("gt", x, ZERO, ONE, ZERO), Const(-1.0)),),
+    # Where both are equal, `torch.maximum` halves the gradient and `clamp` does not: this takes the first's
+    "max": lambda f, x, y: (_choice("ge", x, y, ONE, ZERO), _choice("ge", x, y, ZERO, ONE)),
+    "min": lambda f, x, y: (_choice("le", x, y, ONE, ZERO), _choice("le", x, y, ZERO, ONE)),
+    "where": lambda f, c, x, y: (ZERO, apply("where", c, ONE, ZERO), apply("where", c, ZERO, ONE)),
+    "exp": lambda f, x: (f,),
+    "exp2": lambda f, x: (times(f, math.log(2.0)),),
+    "log": lambda f, x: (_over(ONE, x),),
+    "log2": lambda f, x: (_over(Const(1.0 / math.log(2.0)), x),),
+    "sqrt": lambda f, x: (_over(Const(0.5), f),),
+    "rsqrt": lambda f, x: (times(_over(f, x), -0.5),),
+    "sin": lambda f, x: (apply("cos", x),),
+    "cos": lambda f, x: (apply("neg", apply("sin", x)),),
+    "erf": lambda f, x: (times(apply("exp", apply("neg", apply("mul", x, x))), 2.0 / math.sqrt(math.pi)),),
+    "floor": lambda f, x: (ZERO,),
+    "ceil": lambda f, x: (ZERO,),
+    "tanh": lambda f, x: (apply("sub", ONE, apply("mul", f, f)),),
+    "sigmoid": lambda f, x: (apply("mul", f, apply("sub", ONE, f)),),
+}
+
+
+def d_score(score: Expr, term: int = 0) -> Expr:
+    """dS/dscore_term."""
+    memo: dict[Expr, Expr] = {}
+
+    def walk(e: Expr) -> Expr:
+        if e not in memo:
+            memo[e] = _derivative(e, Score(term), walk)
+        return memo[e]
+
+    return walk(score)
+
+
+def _derivative(e: Expr, x: Score, walk: Callable[[Expr], Expr]) -> Expr:
+    match e:
+        case Score():
+            return ONE if e == x else ZERO
+        case _ if x not in set(parts(e)) or kind(e) == "bool":
+            return ZERO
+        case Cast(y, dtype) if dtype_kind(dtype) == "float":
+            return walk(y)
+        case Apply("where", (c, y, z)):
+            return apply("where", c, walk(y), walk(z))
+        case Apply(op, args) if op in RULES:
+            total: Expr = ZERO
+            for partial, y in zip(RULES[op](e, *args), args, strict=True):
+                total = _sum(total, _product(partial, walk(y)))
+            return total
+    raise KernelError(f"no backward kernel: {e} has no derivative by the score here")
+
+
+def _sum(x: Expr, y: Expr) -> Expr:
+    if x == ZERO or y == ZERO:
+        return y if x == ZERO else x
+    return apply("add", x, y)
+
+
+def _product(x: Expr, y: Expr) -> Expr:
+    """x y with its constant factor last and once, 0 where either is."""
+    if ZERO in (x, y):
+        return ZERO
+    (a, c), (b, d) = factored(x), factored(y)
+    body = b if a == ONE else a if b == ONE else apply("mul", a, b)
+    return body if c * d == 1.0 else Const(c * d) if body == ONE else times(body, c * d)
+
+
+def factored(e: Expr) -> tuple[Expr, float]:
+    """(x, c) with e = c x, where x has no constant factor: 1.0 where e is a constant."""
+    match e:
+        case Const(c):
+            return (ONE, float(c)) if c else (ZERO, 1.0)
+        case Apply("mul", (x, Const(c))) | Apply("mul", (Const(c), x)) if kind(x) == "float" and c:
+            body, inner = factored(x)
+            return body, inner * float(c)
+        case Apply("div", (x, Const(c))) if kind(x) == "float" and c:
+            body, inner = factored(x)
+            return body, inner / float(c)
+        case Apply("neg", (x,)) if kind(x) == "float":
+            body, inner = factored(x)
+            return body, -inner
+        case Apply("mul", (x, y)) if kind(x) == "float" and kind(y) == "float":
+            (a, c), (b, d) = factored(x), factored(y)
+            return (e, 1.0) if c * d == 1.0 else (apply("mul", a, b), c * d)
+    return e, 1.0
+
+
+def _over(x: Expr, y: Expr) -> Expr:
+    return apply("div", x, cast(y, "float32") if kind(y) == "int" else y)
+
+
+def _choice(op: str, x: Expr, y: Expr, yes: Expr, no: Expr) -> Expr:
+    return apply("where", apply(op, x, y), yes, no)

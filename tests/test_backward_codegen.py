@@ -1,0 +1,249 @@
+"""Generated backward kernels hold the gradients of their regions, in Triton's interpreter."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from golden_kernels import paged
+from kernels import TOLERANCE, Interpreter, poisoned, tiles
+from regions import (
+    B,
+    H,
+    M,
+    N,
+    age,
+    attention,
+    b,
+    blhd,
+    causal,
+    grouped,
+    h,
+    kv_idx,
+    load,
+    q_idx,
+    scaled_score,
+    score,
+    times,
+)
+from test_codegen import SIZES, normal, packed_projection, qkv
+from test_reference import _two_products
+from torch import Tensor
+from variants import by_name
+
+from fusecomp.codegen.backward import emit_backward
+from fusecomp.codegen.backward_frame import GradientFrame
+from fusecomp.codegen.backward_launcher import learned
+from fusecomp.codegen.derivative import d_score
+from fusecomp.codegen.emit import emit
+from fusecomp.errors import KernelError
+from fusecomp.ir.algebra import apply
+from fusecomp.ir.expr import Const, Expr
+from fusecomp.ir.reference import bind, evaluate, masked_logits, product_scores
+from fusecomp.ir.region import Access, AttentionRegion
+from fusecomp.planning.backward import BackwardPlan, backward_plan
+
+SOFT = times(apply("tanh", apply("div", scaled_score, Const(2.0))), 2.0)
+
+
+def small(region: AttentionRegion, block_m: int = 16, block_n: int = 32) -> BackwardPlan:
+    return BackwardPlan(tiles(region, block_m, block_n), tiles(region, block_m, block_n))
+
+
+def agree(
+    interpreter: Interpreter,
+    region: AttentionRegion,
+    args: list[Tensor] | tuple[Tensor, ...],
+    sizes: dict[str, int],
+    plan: BackwardPlan | None = None,
+    wanted: tuple[str, ...] | None = None,
+) -> None:
+    """Hold dQ, dK and dV against autograd of the dense meaning of the region, in float64."""
+    names = learned(GradientFrame(region, tiles(region)))
+    asked = names if wanted is None else wanted
+    places = [i for i, o in enumerate(region.operands) if o.name in asked]
+    leaves = [x.detach().clone().requires_grad_(i in places) for i, x in enumerate(args)]
+    out = evaluate(region, leaves, sizes)
+    grad_out = normal(*out.shape, dtype=getattr(torch, region.out_dtype))
+    expected = torch.autograd.grad(out, [leaves[i] for i in places], grad_out.double())
+
+    lengths = [sizes[name] for name in region.sizes]
+    batch = [sizes[str(v.size)] if str(v.size) in sizes else int(str(v.size)) for v in (*region.batch, region.q_idx)]
+    lse = torch.full(batch, 123.0)
+    held = torch.empty(out.shape, dtype=grad_out.dtype)
+    inputs = [poisoned(x) for x in args]
+    got, *_, lse = interpreter.launch(emit(region, tiles(region), saves_lse=True), held, inputs, lengths, lse)
+
+    grads = [torch.full_like(x, float("nan")) if i in places else None for i, x in enumerate(args)]
+    source = emit_backward(region, plan or small(region))
+    found, *_ = interpreter.launch(source, grads, got, poisoned(grad_out), lse, inputs, lengths)
+    dtypes = (region.out_dtype, region.pv_dtype, *(p.dtype for p in region.products))
+    tolerance = 3 * max(TOLERANCE[t] for t in dtypes)
+    for place, want in zip(places, expected, strict=True):
+        torch.testing.assert_close(found[place].double(), want.double(), rtol=tolerance, atol=tolerance)
+
+
+def bool_masked() -> AttentionRegion:
+    return attention(scaled_score, load(0, q_idx, kv_idx, dtype="bool"), loads=[((M, N), "bool")], empty_row="zero")
+
+
+REGIONS: dict[str, AttentionRegion] = {
+    "plain": attention(scaled_score),
+    "causal": attention(scaled_score, causal),
+    "bottom_right": attention(scaled_score, apply("ge", apply("add", q_idx, apply("sub", N, M)), kv_idx)),
+    "window": attention(scaled_score, causal, apply("lt", age, Const(9))),
+    "symmetric_window": attention(
+        scaled_score, apply("lt", age, Const(9)), apply("gt", age, Const(-7)), empty_row="zero"
+    ),
+    "soft_cap": attention(SOFT, causal),
+    "alibi": attention(apply("add", scaled_score, apply("mul", age, apply("exp2", apply("neg", h)))), causal),
+    "bias": attention(apply("add", scaled_score, load(0, b, h, q_idx, kv_idx)), loads=[((B, H, M, N), "float32")]),
+    "slopes": attention(apply("add", scaled_score, apply("mul", age, load(0, h))), causal, loads=[((H,), "float32")]),
+    "temperature": attention(apply("mul", scaled_score, load(0, h)), loads=[((H,), "float32")]),
+    "per_query": attention(apply("mul", scaled_score, load(0, q_idx)), causal, loads=[((M,), "float32")]),
+    "key_padding": attention(scaled_score, load(0, b, kv_idx, dtype="bool"), loads=[((B, N), "bool")]),
+    "bool_mask": bool_masked(),
+    "sink": attention(scaled_score, causal, loads=[((H,), "float32")], sink=load(0, h)),
+    "weight": attention(scaled_score, causal, loads=[((N,), "float32")], weight=load(0, kv_idx)),
+    "quadratic": attention(times(apply("mul", score, score), 0.05), causal),
+    "clamped": attention(apply("min", apply("max", scaled_score, Const(-0.6)), Const(0.8))),
+    "sigmoid": attention(apply("mul", scaled_score, apply("sigmoid", scaled_score)), causal),
+    "blhd": blhd(),
+}  # fmt: skip
+
+
+def inputs_of(region: AttentionRegion, sizes: dict[str, int]) -> list[Tensor]:
+    made = []
+    for o in region.operands:
+        shape = [sizes.get(str(e), 0) or int(str(e)) for e in o.shape]
+        made.append(normal(*shape) > -0.5 if o.dtype == "bool" else normal(*shape, dtype=getattr(torch, o.dtype)))
+    return made
+
+
+@pytest.mark.parametrize("name", REGIONS)
+def test_gradients(interpreter: Interpreter, name: str) -> None:
+    agree(interpreter, REGIONS[name], inputs_of(REGIONS[name], SIZES), SIZES)
+
+
+@pytest.mark.parametrize(("heads", "kv"), [(6, 2), (4, 4), (3, 1)])
+def test_grouped_heads(interpreter: Interpreter, heads: int, kv: int) -> None:
+    region = attention(SOFT, causal, **grouped(heads // kv, kv))
+    agree(interpreter, region, qkv(16, heads=heads, kv=kv), {**SIZES, "H": heads})
+
+
+def test_slopes_of_grouped_heads(interpreter: Interpreter) -> None:
+    s = apply("add", scaled_score, apply("mul", age, apply("mul", load(0, h), load(1, q_idx))))
+    region = attention(s, causal, loads=[((H,), "float32"), ((M,), "float32")], **grouped(3, 2))
+    agree(interpreter, region, [*qkv(16, heads=6, kv=2), normal(6), normal(37)], {**SIZES, "H": 6})
+
+
+def test_one_key_head(interpreter: Interpreter) -> None:
+    """K and V [B, N, D]: their gradients are sums over all heads."""
+    variant = by_name("one_key_head")
+    args = variant.make_args()
+    agree(interpreter, variant.region, args, variant.sizes(args))
+
+
+@pytest.mark.parametrize(("d", "dv"), [(8, 8), (40, 24), (80, 80), (32, 64)])
+def test_head_sizes(interpreter: Interpreter, d: int, dv: int) -> None:
+    region = attention(times(score, d**-0.5), causal, d=d, dv=dv)
+    agree(interpreter, region, qkv(d, dv, m=20, n=23), {**SIZES, "M": 20, "N": 23})
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_half_precision(interpreter: Interpreter, dtype: str) -> None:
+    bias = load(0, b, h, q_idx, kv_idx, dtype=dtype)
+    region = attention(apply("add", scaled_score, bias), causal, loads=[((B, H, M, N), dtype)], dtype=dtype)
+    args = [*qkv(16, dtype=dtype), normal(2, 3, 37, 53, dtype=getattr(torch, dtype))]
+    agree(interpreter, region, args, SIZES)
+
+
+def test_one_batch_axis(interpreter: Interpreter) -> None:
+    region = attention(scaled_score, causal, batch=(b,))
+    agree(interpreter, region, [normal(2, 37, 16), normal(2, 53, 16), normal(2, 53, 16)], SIZES)
+
+
+def test_two_products(interpreter: Interpreter) -> None:
+    """The second product's K is shared by all heads, the first's is not."""
+    with pytest.raises(KernelError, match="shared differently"):
+        emit_backward(_two_products(), small(_two_products()))
+
+
+def test_slices_of_one_tensor(interpreter: Interpreter) -> None:
+    region = packed_projection()
+    agree(interpreter, region, [normal(2, 37, 3, 3, 16)], {**SIZES, "N": 37})
+
+
+@pytest.mark.parametrize("wanted", [("q",), ("k",), ("v", "q")])
+def test_some_gradients(interpreter: Interpreter, wanted: tuple[str, ...]) -> None:
+    agree(interpreter, REGIONS["causal"], qkv(16), SIZES, wanted=wanted)
+
+
+@pytest.mark.parametrize(("m", "n"), [(1, 1), (16, 64), (53, 20)])
+def test_lengths(interpreter: Interpreter, m: int, n: int) -> None:
+    region = REGIONS["causal"]
+    agree(interpreter, region, qkv(16, m=m, n=n), {**SIZES, "M": m, "N": n}, small(region, 32, 16))
+
+
+def test_saved_lse(interpreter: Interpreter) -> None:
+    """log sum exp(S), with packed heads too; -inf where no key is seen."""
+    region = attention(scaled_score, apply("gt", q_idx, kv_idx), empty_row="zero", **grouped(3, 2))
+    sizes = {**SIZES, "H": 6}
+    args = qkv(16, heads=6, kv=2)
+    env = bind(region, args, sizes)
+    env = replace(env, scores=tuple(product_scores(region, p, env) for p in region.products))
+    expected = torch.logsumexp(masked_logits(region, env)[0], -1)
+    for pack in (1, 3):
+        source = emit(region, tiles(region, 32, 32, pack=pack), saves_lse=True)
+        out, lse = torch.empty(2, 6, 37, 16), torch.empty(2, 6, 37)
+        *_, lse = interpreter.launch(source, out, args, [sizes[n] for n in region.sizes], lse)
+        torch.testing.assert_close(lse.double(), expected, rtol=1e-5, atol=1e-5)
+
+
+# ----------------------------------------------------------------------------------------------------------------
+# Derivatives and refusals
+
+
+SMOOTH = ["exp", "exp2", "log", "log2", "sqrt", "rsqrt", "sin", "cos", "erf", "tanh", "sigmoid", "abs", "neg"]
+
+
+@pytest.mark.parametrize("op", SMOOTH)
+def test_derivative_of_a_function(op: str) -> None:
+    e = apply(op, times(score, 0.7))
+    x = torch.linspace(0.3, 2.0, 7, dtype=torch.float64, requires_grad=True)
+    env = replace(bind(REGIONS["plain"], qkv(16), SIZES), scores=(x,))
+    assert_derivative(e, x, env)
+
+
+@pytest.mark.parametrize("op", ["add", "sub", "mul", "div", "max", "min"])
+def test_derivative_of_two_arguments(op: str) -> None:
+    x = torch.linspace(-2.1, 2.0, 7, dtype=torch.float64, requires_grad=True)
+    env = replace(bind(REGIONS["plain"], qkv(16), SIZES), scores=(x,))
+    for a, c in ((score, Const(0.5)), (Const(0.5), score), (score, apply("mul", score, score))):
+        assert_derivative(apply(op, a, c), x, env)
+
+
+def assert_derivative(e: Expr, x: Tensor, env: object) -> None:
+    from fusecomp.ir.reference import evaluate_expr
+
+    (expected,) = torch.autograd.grad(evaluate_expr(e, env).sum(), x)  # type: ignore[arg-type]
+    found = evaluate_expr(d_score(e), env)  # type: ignore[arg-type]
+    torch.testing.assert_close(found.expand(x.shape), expected)
+
+
+def test_no_kernel_where_it_would_not_be_exact() -> None:
+    for reason, region in {"average": by_name("dead_row_mean").region, "table": paged()}.items():
+        with pytest.raises(KernelError, match=reason):
+            emit_backward(region, small(region))
+    same = replace(REGIONS["plain"], v=Access("k", (*REGIONS["plain"].v.index[:-1], REGIONS["plain"].dv)))
+    with pytest.raises(KernelError, match="same element"):
+        emit_backward(same, small(same))
+
+
+@pytest.mark.parametrize("d", [64, 128, 256])
+def test_plans_fit(d: int) -> None:
+    region = attention(scaled_score, d=d, dtype="bfloat16")
+    plan = backward_plan(region, smem=101_376)
+    assert plan.queries.block_n >= 16
+    assert plan.keys.block_m >= 16
