@@ -125,7 +125,7 @@ def _ranked(
 
 
 def _by_merit(fits: list[tuple[Tile, Cost]]) -> list[tuple[Tile, Cost]]:
-    """By time, after the largest tile (the squarest, with the least memory) of those that tie with the fastest."""
+    """By time, after the largest tile (the squarest, pipelined, of least memory) of those that tie with the fastest."""
     fits = sorted(fits, key=lambda tc: tc[1].seconds)
     near = [tc for tc in fits if tc[1].seconds <= (1 + TIE) * fits[0][1].seconds]
     best = min(near, key=_preference)
@@ -134,7 +134,7 @@ def _by_merit(fits: list[tuple[Tile, Cost]]) -> list[tuple[Tile, Cost]]:
 
 def _preference(costed: tuple[Tile, Cost]) -> tuple[int, ...]:
     tile, cost = costed
-    return -tile.block_m * tile.block_n, -min(tile.block_m, tile.block_n), cost.smem_bytes, tile.warps
+    return -tile.block_m * tile.block_n, -min(tile.block_m, tile.block_n), tile.stages < 2, cost.smem_bytes, tile.warps
 
 
 def _allowed(device: Device, budget: int | None) -> int:
