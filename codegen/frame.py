@@ -201,6 +201,13 @@ class Frame:
         plain = self.every_key or (not self.reach.upper and self.plan.skeleton == "prefill")
         return str(self.kv_idx.size) if plain else "k_end"
 
+    @cached_property
+    def ends_in_the_mask(self) -> bool:
+        """Whether a key that the mask keeps is before k_end: its bounds are tested row by row, and one ends at N."""
+        if self.every_key or self.plan.skeleton != "prefill" or not all(x.slope for x in self.reach.upper):
+            return False
+        return any(is_natural(apply("sub", self.kv_idx.size, x.edge)) for x in self.reach.upper)
+
     @property
     def k_begin(self) -> str:
         return "k_begin" if self.reach.lower or self.plan.skeleton == "decode" else "0"

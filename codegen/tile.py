@@ -93,7 +93,7 @@ def precision(frame: Frame, dtype: str) -> str:
 def mask(frame: Frame, tests: Sequence[Expr], edge: bool) -> Lines:
     """S = -inf where the query does not see the key."""
     live = Var("live", frame.kv_idx.size)
-    terms: list[Expr] = [*([live] if edge else []), *tests]
+    terms: list[Expr] = [*([live] if edge and not frame.ends_in_the_mask else []), *tests]
     if not terms:
         return []
     keep = terms[0]

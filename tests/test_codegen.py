@@ -13,7 +13,7 @@ from variants import VARIANTS, Variant, by_name
 
 from fusecomp.codegen.emit import emit
 from fusecomp.errors import KernelError
-from fusecomp.ir.algebra import apply
+from fusecomp.ir.algebra import apply, substitute
 from fusecomp.ir.expr import Const, Expr, Load, Size, Var
 from fusecomp.ir.region import Access, AttentionRegion, Operand, Product
 
@@ -169,6 +169,30 @@ def test_keys_in_pages(interpreter: Interpreter, layout: str, skeleton: str) -> 
     pool = [x.reshape(44, 2, 16) if layout == "flat" else x for x in (k, v)]
     args = [normal(2, 6, 1, 16), *pool, table, torch.tensor([11, 16])]
     agree(interpreter, region, args, {"B": 2, "H": 6, "M": 1, "N": 20}, tiles(region, 16, 16, skeleton, pack=3))
+
+
+@pytest.mark.parametrize("loads", ["pointer", "descriptor"])
+def test_as_many_keys_as_queries(interpreter: Interpreter, loads: str) -> None:
+    """Of a length known at run time, and of a constant one, with a bias that is loaded where the keys end."""
+    bias = load(0, q_idx, kv_idx)
+    for size in (N, Const(37)):
+        row, key = Var("q_idx", size), Var("kv_idx", size)
+        region = attention(apply("add", scaled_score, bias), causal, loads=[((size, size), "float32")])
+        region = substituted(replace(region, q_idx=row, kv_idx=key), {q_idx: row, kv_idx: key})
+        args = [*qkv(16, n=37), normal(37, 37)]
+        plan = replace(tiles(region, 16, 32), loads=loads)
+        agree(interpreter, region, args, {"B": 2, "H": 3, "N": 37}, plan)
+
+
+def substituted(region: AttentionRegion, places: dict[Expr, Expr]) -> AttentionRegion:
+    """Every expression of the region with its indices replaced."""
+
+    def moved(a: Access) -> Access:
+        return replace(a, index=tuple(substitute(e, places) for e in a.index))
+
+    products = tuple(replace(p, q=moved(p.q), k=moved(p.k)) for p in region.products)
+    keep = tuple(substitute(e, places) for e in region.keep)
+    return replace(region, products=products, v=moved(region.v), score=substitute(region.score, places), keep=keep)
 
 
 @pytest.mark.parametrize("skeleton", ["prefill", "decode"])

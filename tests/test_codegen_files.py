@@ -15,7 +15,8 @@ import pytest
 import torch
 from golden_kernels import FOLDER, GOLDEN, paged, text
 from kernels import tiles
-from regions import attention, b, causal, h, kv_idx, load, q_idx, scaled_score, score, times
+from regions import N, attention, b, causal, h, kv_idx, load, q_idx, scaled_score, score, times
+from test_codegen import substituted
 from variants import VARIANTS, Variant
 
 from fusecomp.codegen.base2 import LOG2E, exponent
@@ -27,7 +28,7 @@ from fusecomp.codegen.skeletons import fill
 from fusecomp.codegen.source import KernelSource, check
 from fusecomp.errors import CacheError, KernelError
 from fusecomp.ir.algebra import apply
-from fusecomp.ir.expr import Cast, Const, Expr
+from fusecomp.ir.expr import Cast, Const, Expr, Var
 from fusecomp.running.loader import load as load_module
 
 MOVING = frozenset({"q_idx", "kv_idx"})
@@ -67,6 +68,16 @@ def test_only_tiles_that_need_a_mask_have_one() -> None:
     full, edge = body.split("# The tiles that the mask")
     assert "tl.where" not in full
     assert edge.count("tl.where") == 1
+
+
+def test_a_causal_mask_over_as_many_keys_as_queries_ends_the_keys() -> None:
+    """q_idx >= kv_idx says kv_idx < N where q_idx < N: the score needs no other test."""
+    row = Var("q_idx", N)
+    rows = substituted(replace(HALF, q_idx=row), {q_idx: row})
+    body = emit(rows, replace(tiles(rows), loads="descriptor")).text.partition("def in_rows")[0]
+    assert 'tl.where(q_idx >= kv_idx, score, float("-inf"))' in body
+    assert "live" not in body
+    assert "tl.where(live[None, :] & (q_idx >= kv_idx)" in emit(HALF, tiles(HALF)).text
 
 
 PRINTED = [
