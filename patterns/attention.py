@@ -19,7 +19,8 @@ from fusecomp.patterns.build import Match, build
 from fusecomp.patterns.contraction import Contraction, contraction
 from fusecomp.patterns.lift import Decline, Lift, broadcast
 from fusecomp.patterns.products import Found
-from fusecomp.patterns.weights import Weights, denominator, normalised, scaled, softmax_weights
+from fusecomp.patterns.reasons import no_weights
+from fusecomp.patterns.weights import Weights, denominator, normalised, softmax_weights
 
 SOFTMAX = {"softmax", "_softmax", "special_softmax", "_safe_softmax", "log_softmax", "_log_softmax"}
 QUOTIENT = {"div", "true_divide", "divide", "div_"}
@@ -78,10 +79,13 @@ class Recogniser:
         if spec.added is not None:
             raise Decline("the product of weights and values is added to another tensor in one call", node)
         axes = name_axes(spec)
+        lift.limit = lift.facts.position[node]
         lifted = lift.lift_at(spec.left, node, tuple(axes.get(a, ZERO) for a in spec.left_axes))
         key = axes[spec.contracted]
         output, weights = divided(lift, node, lifted, spec, axes) or (node, softmax_weights(lifted, key))
-        return Found(node, output, spec, axes, scaled(weights, spec.scale))
+        if weights is None:
+            raise no_weights(lift, lifted, key, node)
+        return Found(node, output, spec, axes, weights.times(spec.scale))
 
 
 def divided(
@@ -97,8 +101,8 @@ def divided(
         inverse = op_name(user) in PRODUCT
         if not (inverse or (op_name(user) in QUOTIENT and user.args[0] is node)) or not is_tensor(other):
             continue
-        total = lift.lift_at(other, user, broadcast(out_index, shape(user), shape(other)))
-        total = denominator(total) if inverse else total
+        by = lift.lift_at(other, user, broadcast(out_index, shape(user), shape(other)))
+        total = denominator(by) if inverse else by
         if total is not None and (found := normalised(e.operands[0], total, axes[spec.contracted])):
             lift.visited.add(node)
             return user, found
@@ -180,7 +184,8 @@ def name_axes(spec: Contraction) -> dict[str, Var]:
 
 
 def declined(d: Decline, anchor: Node) -> Declined:
-    return Declined(d.reason, place(d.node if d.node is not None else anchor), anchor, d.advice)
+    at = place(d.node) if d.node is not None else Place()
+    return Declined(d.reason, at if at.where else place(anchor), anchor, d.advice)
 
 
 def idle(x: Match | Declined) -> bool:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch.fx import Node
 
-from fusecomp.graph.facts import dtype, op_name, place, shape, storage, written_arguments
+from fusecomp.graph.facts import dtype, place, shape, storage, written_arguments
 from fusecomp.ir.algebra import ZERO, const
 from fusecomp.ir.expr import Const, Expr, Load, Reduce, Score, Var, parts, transform
 from fusecomp.ir.region import Access, AttentionRegion, Operand, Product
@@ -16,6 +16,7 @@ from fusecomp.patterns.lift import Decline, Lift
 from fusecomp.patterns.masks import Masked, sees_a_key, sees_nothing, split
 from fusecomp.patterns.naming import Lengths, SizeSource, memory_order, operand_names, renamed
 from fusecomp.patterns.products import Found, Pair, score_products, value_access
+from fusecomp.patterns.reasons import called
 
 
 @dataclass(frozen=True)
@@ -43,11 +44,11 @@ def build(lift: Lift, found: Found, anchor: Node) -> Match:
     """The region of what was found. Raises Decline with the reason why it is none."""
     scores = split(found.weights.scores)
     if any(isinstance(x, Reduce) for x in parts(scores.score)):
-        raise Decline("each score depends on other keys through a reduction", anchor)
+        raise Decline("each score depends on others through a reduction", anchor)
     if sees_nothing(scores.keep):
         raise Decline("no query sees any key", anchor)
     held = [scores.score, *scores.keep, found.weights.scores, found.weights.factor, found.weights.sink or ZERO]
-    products = dict(score_products(lift, found, held))
+    products = dict(score_products(lift, found, held, anchor))
     v = value_access(lift, found)
     names = operand_names(list(products.values()), v, held, set(products))
     check_time(lift, names, found)
@@ -67,11 +68,11 @@ def closed_interior(lift: Lift, products: list[Node], leaves: set[str], output: 
     inside = [n for n in below if n in above and n is not output]
     for node in sorted(inside, key=position.__getitem__):
         if node.name in leaves:
-            raise Decline(f"`{op_name(node)}` is not a pointwise function of the scores", node)
+            raise Decline(f"{called(node)} is not a pointwise function of the scores", node)
         outside = [u for u in node.users if u not in above or u not in below]
         if outside:
             what = "scores" if node in products else "weights or scores"
-            raise Decline(f"the {what} are read elsewhere too, by `{op_name(outside[0]) or 'the output'}`", node,
+            raise Decline(f"the {what} are read elsewhere too, by {called(outside[0])}", node,
                           "return them only where they are needed")  # fmt: skip
         if any(w not in below for w in written_arguments(node)):
             raise Decline("scores are written into a tensor made elsewhere", node)
@@ -95,8 +96,10 @@ def check_time(lift: Lift, names: dict[str, str], found: Found) -> None:
     last = lift.facts.position[found.output]
     for name in names:
         read = lift.reads[name]
-        if lift.facts.written_between(read.node, min(read.at, last) - 1, last):
-            raise Decline("a tensor that the scores were read from is overwritten before the output", read.node)
+        writer = lift.facts.first_write(read.node, min(read.at, last) - 1, last)
+        if writer is not None:
+            reason = f"{called(writer)} overwrites an operand between its use in the scores and the output"
+            raise Decline(reason, writer, "write after the attention, or give it a copy")
         if storage(read.node) is None:
             raise Decline("an operand has no memory of its own", read.node)
 

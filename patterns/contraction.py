@@ -93,14 +93,15 @@ def _einsum(node: Node) -> Contraction | None:
 
 def _without_ellipsis(operands: list[Node], terms: list[str]) -> tuple[list[str], str]:
     """The terms with "..." replaced by letters that no equation uses, right-aligned; and those letters."""
-    counts = [len(shape(x)) - len(t.replace("...", "")) if "..." in t else 0 for x, t in zip(operands, terms, strict=True)]
+    both = list(zip(operands, terms, strict=True))
+    counts = [len(shape(x)) - len(t.replace("...", "")) if "..." in t else 0 for x, t in both]
     more = "αβγδεζ"[: max(counts)]
     found = []
-    for x, t, count in zip(operands, terms, counts, strict=True):
+    for (x, t), count in zip(both, counts, strict=True):
         first = t.find("...")
-        lengths = shape(x)[first : first + count]
-        letters = more[len(more) - count :]
-        found.append(t.replace("...", "".join("." if s == const(1) else a for a, s in zip(letters, lengths, strict=True))))
+        lengths = shape(x)[first : first + count] if count else ()
+        letters = zip(more[len(more) - count :], lengths, strict=True)
+        found.append(t.replace("...", "".join("." if s == const(1) else a for a, s in letters)))
     return found, more
 
 

@@ -78,6 +78,8 @@ class Lift:
     """Values of the graph's get_attr nodes, by node name."""
     rules: dict[str, Rule] = field(default_factory=lambda: RULES)
     bound: int = 0
+    limit: int = 1 << 60
+    """Position of the output that the kernel will stand at."""
     at: int = 1 << 60
     """Position of the operation that reads what is lifted now."""
 
@@ -100,8 +102,8 @@ class Lift:
         return holds(e, self.products)
 
     def indexes(self, at: Expr) -> bool:
-        """Whether a table may be read at `at` for every score. An index that costs float arithmetic, or a read for every
-        pair of query and key, is better followed once, outside: the kernel then reads what it led to."""
+        """Whether a table may be read at `at` for every score. An index that costs float arithmetic, or a read for
+        every pair of query and key, is better followed once, outside: the kernel then reads what it led to."""
         loads = [x for x in parts(at) if isinstance(x, Load)]
         return not any(dtype_kind(x.dtype) == "float" or runs_over_pairs(x) for x in loads)
 
@@ -132,11 +134,19 @@ class Lift:
             lifted = apply_rule(self, node, index)
         finally:
             self.at = before
-        if lifted is None:
+        if lifted is None or self.stale(lifted, node):
             self.visited = mark
             return self.leaf(node, index)
         self.visited.add(node)
         return lifted
+
+    def stale(self, e: Expr, node: Node) -> bool:
+        """Whether something that `e` reads is overwritten between its reading by `node` and the output. Then `node`
+        itself, which holds the old value, is read; unless it holds scores, which are never kept."""
+        if not self.facts.writes or (functional_name(node) in VIEWS and shares_memory(node)) or self.holds_score(e):
+            return False
+        read = [self.facts.names[x.tensor] for x in parts(e) if isinstance(x, Load)]
+        return any(self.facts.written_between(x, self.facts.position[node] - 1, self.limit) for x in read)
 
     def product(self, node: Node, spec: Contraction, index: Index) -> Expr:
         """A contraction stands as a pseudo-load of its own result: the recogniser decides what it is."""

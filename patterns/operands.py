@@ -40,8 +40,11 @@ class Moves(Lift):
         casts = op_name(node) in ("to", "_to_copy", "type_as", "float")
         exact = casts and dtype(node) in WIDER.get(dtype(node.args[0]), ())
         if exact and not self.facts.written_between(node, place, self.at):
+            found = self.lift_at(node.args[0], node, index)
+            if self.stale(found, node):
+                return self.leaf(node, index)
             self.visited.add(node)
-            return self.lift_at(node.args[0], node, index)
+            return found
         self.rules = MOVES if value(node).is_floating_point() else RULES
         if op_name(node) not in self.rules:
             return self.leaf(node, index)
@@ -60,7 +63,7 @@ def operand(lift: Lift, node: Node, index: Index, row: Var, column: Var, at: int
 
     The kernel wants the column (d) on its own: every coordinate is affine in `column`, and none mixes it with `row`.
     """
-    moves = Moves(lift.facts, constants=lift.constants, at=at)
+    moves = Moves(lift.facts, constants=lift.constants, at=at, limit=lift.limit)
     found = moves.lift(node, index)
     if isinstance(found, Load) and addressable(found, row, column):
         for name, read in moves.reads.items():

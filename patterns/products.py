@@ -13,6 +13,7 @@ from fusecomp.ir.expr import Const, Expr, Load, Var, parts, variables
 from fusecomp.patterns.contraction import Contraction
 from fusecomp.patterns.lift import Decline, Lift
 from fusecomp.patterns.operands import operand
+from fusecomp.patterns.reasons import no_scores
 from fusecomp.patterns.weights import Weights
 
 HALF_OR_SINGLE = ("bfloat16", "float16", "float32")
@@ -55,7 +56,7 @@ class Pair:
     dtype: str
 
 
-def score_products(lift: Lift, found: Found, held: list[Expr]) -> Iterator[tuple[Load, Pair]]:
+def score_products(lift: Lift, found: Found, held: list[Expr], anchor: Node) -> Iterator[tuple[Load, Pair]]:
     """The contractions in the scores that are Q K^T: one side over queries, the other over keys. Raises Decline."""
     loads = [x for x in parts(held[0]) if isinstance(x, Load) and x.tensor in lift.products]
     count = 0
@@ -65,13 +66,7 @@ def score_products(lift: Lift, found: Found, held: list[Expr]) -> Iterator[tuple
             count += 1
             yield load, pair
     if not count:
-        raise Decline("no product of queries and keys lies under the softmax", nearest(lift, loads, held[0]))
-
-
-def nearest(lift: Lift, loads: list[Load], score: Expr) -> Node | None:
-    """The node that stands where the scores should have come from."""
-    names = [x.tensor for x in loads] or [x.tensor for x in parts(score) if isinstance(x, Load)]
-    return lift.facts.names[names[0]] if names else None
+        raise no_scores(lift, held[0], anchor)
 
 
 def as_product(lift: Lift, found: Found, load: Load, count: int) -> Pair | None:

@@ -151,11 +151,12 @@ def piece(lift: Lift, node: Node, index: Index) -> Expr | None:
 def padded(lift: Lift, node: Node, index: Index) -> Expr | None:
     """y[i] = x[i - before] inside x, else the value"""
     source, pad = node.args[:2]
+    inside: Expr = TRUE
     by_mode = op_name(node) == "pad"
     if by_mode and argument(node, 2, "mode", "constant") != "constant":
         return None
     fill = const(0) if (given := argument(node, 3 if by_mode else 2, "value")) is None else number(given)
-    inner, at, inside = shape(source), list(index), TRUE
+    inner, at = shape(source), list(index)
     for place, (before, after) in zip(reversed(range(len(index))), zip(pad[::2], pad[1::2], strict=True), strict=False):
         low, high = number(before), number(after)
         if low is None or high is None or fill is None:

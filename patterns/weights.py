@@ -30,16 +30,19 @@ class Weights:
     factor: Expr = Const(1.0)
     empty_row: str = "nan"
 
+    def times(self, w: Expr) -> Weights:
+        return replace(self, factor=apply("mul", self.factor, w))
 
-def softmax_weights(e: Expr, key: Var) -> Weights:
-    """Read `e`, a function of `key`, as softmax weights over it. Raises Decline."""
+
+def softmax_weights(e: Expr, key: Var) -> Weights | None:
+    """Read `e`, a function of `key`, as softmax weights over it; None where it is none. Raises Decline."""
     match e:
         case Cast(x, _):
             return softmax_weights(x, key)
         case Apply("div", (Apply("exp", (a,)), total)) if (found := normalised(a, total, key)):
             return found
         case Apply("mul", (Apply("exp", (a,)), w)) | Apply("mul", (w, Apply("exp", (a,)))) if (
-            (total := denominator(w)) is not None and (found := normalised(a, total, key))
+            (t := denominator(w)) is not None and (found := normalised(a, t, key))
         ):
             return found
         case Apply("exp", (Apply("sub", (a, c)),)) if (found := log_normalised(a, c, key)):
@@ -51,12 +54,13 @@ def softmax_weights(e: Expr, key: Var) -> Weights:
         case Apply("div", (x, w)) if not reduces(w):
             return scaled(softmax_weights(x, key), apply("div", const(1.0), w))
         case Apply("where", (Apply("isnan", (x,)), Const(0 | 0.0), y)) if within(y) == x:
-            return replace(softmax_weights(x, key), empty_row="zero")
+            found = softmax_weights(x, key)
+            return found and replace(found, empty_row="zero")
         case Apply("where", (c, x, Const(0 | 0.0))) if not reduces(c):
             return scaled(softmax_weights(x, key), apply("where", c, const(1.0), const(0.0)))
         case Apply("where", (c, Const(0 | 0.0), x)) if not reduces(c):
             return scaled(softmax_weights(x, key), apply("where", c, const(0.0), const(1.0)))
-    raise Decline("the left factor of the product is not a softmax over the axis that the product sums over")
+    return None
 
 
 def denominator(e: Expr) -> Expr | None:
@@ -77,9 +81,9 @@ def within(e: Expr) -> Expr:
     return e
 
 
-def scaled(weights: Weights, w: Expr) -> Weights:
+def scaled(weights: Weights | None, w: Expr) -> Weights | None:
     """w * weights"""
-    return replace(weights, factor=apply("mul", weights.factor, w))
+    return None if weights is None else weights.times(w)
 
 
 def reduces(e: Expr) -> bool:

@@ -31,7 +31,8 @@ class Facts:
 
     def __init__(self, graph: Graph) -> None:
         self.graph = graph
-        self.position = {node: i for i, node in enumerate(graph.nodes)}
+        self.order = list(graph.nodes)
+        self.position = {node: i for i, node in enumerate(self.order)}
         self.names = {node.name: node for node in graph.nodes}
 
     @cached_property
@@ -46,8 +47,13 @@ class Facts:
 
     def written_between(self, node: Node, first: int, last: int) -> bool:
         """Whether some node at a position in (first, last) writes into the memory of `node`."""
-        s = storage(node)
-        return s is not None and any(first < p < last for p in self.writes.get(s, ()))
+        return self.first_write(node, first, last) is not None
+
+    def first_write(self, node: Node, first: int, last: int) -> Node | None:
+        """The first node at a position in (first, last) that writes into the memory of `node`."""
+        s = storage(node) if self.writes else None
+        at = min((p for p in self.writes.get(s, ()) if first < p < last), default=None) if s is not None else None
+        return None if at is None else self.order[at]
 
 
 def op_name(node: Node) -> str:

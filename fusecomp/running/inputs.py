@@ -48,7 +48,7 @@ def draw(
 def _draw(
     example: Example, reach: int, often: float | None, generator: torch.Generator, device: torch.device
 ) -> Tensor:
-    """A tensor of the example's strides; expanded axes share memory as they do in the model. `often`: a value to mix in."""
+    """A tensor of the example's strides, expanded axes sharing memory as in the model. `often`: a value to mix in."""
     shape, strides, dtype = example
     span = 1 + sum((n - 1) * s for n, s in zip(shape, strides, strict=True)) if all(shape) else 0
     flat = _fill(span, dtype, reach, generator, device)
@@ -71,7 +71,9 @@ def compared_with(region: AttentionRegion) -> Iterator[tuple[str, float]]:
     for e in region.expressions():
         for x in parts(e):
             match x:
-                case Apply("eq" | "ne", (Load(tensor), Const(value))) | Apply("eq" | "ne", (Const(value), Load(tensor))):
+                case Apply("eq" | "ne", (Load(tensor), Const(value))):
+                    yield tensor, value
+                case Apply("eq" | "ne", (Const(value), Load(tensor))):
                     yield tensor, value
 
 

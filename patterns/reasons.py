@@ -1,0 +1,102 @@
+"""Why a candidate is no attention, said of the operation that stands in the way."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from torch.fx import Node
+
+from fusecomp.graph.facts import is_getitem, op_name
+from fusecomp.ir.algebra import substitute
+from fusecomp.ir.expr import Expr, Load, Reduce, Var, parts, variables
+from fusecomp.patterns.contraction import contraction
+from fusecomp.patterns.lift import VIEWS, Decline, Lift, runs_over_keys
+
+NO_SOFTMAX = "the left factor of the product is not a softmax over the axis that the product sums over"
+EACH_TIMES_V = "multiply each softmax by the values on its own, and combine the results"
+
+
+def called(node: Node) -> str:
+    """What a node calls, as the user would find it: `topk` for one of its results."""
+    source = node.args[0] if is_getitem(node) and isinstance(node.args[0], Node) else node
+    return f"`{op_name(source)}`" if op_name(source) else "the graph's output"
+
+
+def no_weights(lift: Lift, e: Expr, key: Var, product: Node) -> Decline:
+    """Why `e`, a function of `key`, is no softmax over it times a factor."""
+    if (found := in_the_way(lift, e, "weights")) is not None:
+        return found
+    if not any(x.tensor in lift.products for x in loads(e)):
+        return no_scores(lift, e, product)
+    sums = [x for x in parts(e) if isinstance(x, Reduce) and x.op == "sum"]
+    over_keys = [s for s in sums if normalises(s, e, key)]
+    if len(over_keys) > 1:
+        return Decline("the weights are made of more than one softmax", product, EACH_TIMES_V)
+    if over_keys:
+        return Decline("the weights are not a softmax of the scores times a factor", product)
+    if sums:
+        return Decline("the softmax runs over another axis than the product of weights and values sums over", product)
+    return Decline(NO_SOFTMAX, product)
+
+
+def normalises(total: Reduce, e: Expr, key: Var) -> bool:
+    """Whether `total` sums something over the keys that stands in `e` for each key."""
+    if key.name in variables(total):
+        return False
+    here = substitute(total.body, {total.var: key})
+    return bool({here, *here.args} & set(parts(e)))
+
+
+def no_scores(lift: Lift, score: Expr, anchor: Node) -> Decline:
+    """Why no product of queries and keys was found in `score`."""
+    if (found := in_the_way(lift, score, "scores")) is not None:
+        return found
+    products = [lift.facts.names[x.tensor] for x in loads(score) if x.tensor in lift.products]
+    for node in products:
+        if under_scores(node.all_input_nodes):
+            return Decline(f"{called(node)} mixes scores of different heads, queries or keys", node)
+    return Decline("no product of queries and keys lies under the softmax", products[0] if products else anchor)
+
+
+def in_the_way(lift: Lift, e: Expr, what: str) -> Decline | None:
+    """The leaf of `e` that differs by key and was computed from scores."""
+    for load in loads(e):
+        node = lift.facts.names[load.tensor]
+        scores = lift.products.get(load.tensor)
+        if not runs_over_keys(load) or not under_scores(node.all_input_nodes if scores is not None else [node]):
+            continue
+        writer = lift.facts.first_write(node, lift.facts.position[node], lift.reads[load.tensor].at)
+        if writer is not None:
+            return Decline(f"{called(writer)} writes into the {what} in place", writer)
+        if scores is not None and what == "weights":
+            return Decline(f"{called(node)} mixes weights of different heads, queries or keys", node)
+        if scores is None:
+            return Decline(f"{called(node)} is not a pointwise function of the {what}", node)
+    return None
+
+
+def loads(e: Expr) -> list[Load]:
+    return [x for x in parts(e) if isinstance(x, Load)]
+
+
+def under_scores(nodes: Iterable[Node]) -> bool:
+    """Whether a product of two computed tensors lies above one of the nodes, with no other product between."""
+    seen: set[Node] = set()
+    stack = list(nodes)
+    while stack:
+        node = stack.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        if (spec := contraction(node)) is None:
+            stack += node.all_input_nodes
+        elif not held(spec.left) and not held(spec.right):
+            return True
+    return False
+
+
+def held(node: Node) -> bool:
+    """Whether one side of a product is a matrix that the model holds: the product is a projection."""
+    while op_name(node) in VIEWS and isinstance(node.args[0], Node):
+        node = node.args[0]
+    return node.op != "call_function" and len(node.meta["val"].shape) < 3
