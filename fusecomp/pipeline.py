@@ -2,9 +2,9 @@
 
     capture     Dynamo's graph in a small ATen vocabulary            graph/capture.py
     recognise   softmax(f(Q K^T)) V, as mathematics                  patterns/attention.py
-    plan        tiles and schedule within the SRAM budget            planning/plan.py
-    emit        a specialised kernel, as readable text               codegen/emit.py
-    load        from a private, content-addressed file               running/loader.py
+    lower       plan tiles within the SRAM budget,                   planning/plan.py
+                emit a specialised kernel as readable text,          codegen/emit.py, codegen/backward.py
+                load it from a private, content-addressed file       running/loader.py
     verify      against the graph's own nodes in float64             running/verify.py
     substitute  the kernel's operator for the nodes                  running/substitute.py
 """
@@ -13,54 +13,28 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch.fx import GraphModule
+from torch.fx import GraphModule, Node
 
-from fusecomp.codegen.descriptors import choose
-from fusecomp.codegen.emit import emit
-from fusecomp.codegen.source import KernelSource
 from fusecomp.errors import FusecompError, VerificationError
 from fusecomp.graph.capture import capture, may_hold_attention, uses_functorch
 from fusecomp.graph.facts import Place, place
 from fusecomp.patterns.attention import Declined, recognise
 from fusecomp.patterns.build import Match
 from fusecomp.patterns.sdpa import PLAIN, plain_calls, put_back, write_out
-from fusecomp.planning.device import current
-from fusecomp.planning.plan import plan
-from fusecomp.planning.tile import TilePlan
 from fusecomp.report import Entry
-from fusecomp.running import cache, cpu
-from fusecomp.running.inputs import example_of
-from fusecomp.running.loader import load
-from fusecomp.running.operator import Kernel, Launch, register
+from fusecomp.running.lower import Lowered, lower, real_tensors
+from fusecomp.running.operator import Kernel, register
 from fusecomp.running.subgraph import seen
 from fusecomp.running.substitute import substitute
-from fusecomp.running.tune import tuned
-from fusecomp.running.verify import Verdict, example, machine, verify
+from fusecomp.running.verify import Verdict, verify
 from fusecomp.settings import Options
 
 log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class Lowered:
-    """A region made runnable."""
-
-    key: str
-    launch: Launch
-    lowering: str
-    """"triton" or "cpu"."""
-    plan: TilePlan | None = None
-    source: KernelSource | None = None
-
-    @property
-    def text(self) -> str:
-        """What the verdict depends on."""
-        return self.source.text if self.source else self.lowering
 
 
 @dataclass(frozen=True)
@@ -88,9 +62,9 @@ def compile_graph(gm: GraphModule, values: Sequence[Any], options: Options) -> C
     written = write_out(captured)
     entries = list(plain_sdpa(captured))
     taken = set()
-    learns = torch.is_grad_enabled() and any(isinstance(v, torch.Tensor) and v.requires_grad for v in values)
+    learning = learners(captured, values)
     for found in recognise(captured):
-        entry = declined(found) if isinstance(found, Declined) else compile_match(captured, found, options, learns)
+        entry = declined(found) if isinstance(found, Declined) else compile_match(captured, found, options, learning)
         if entry.status == "fused" and isinstance(found, Match):
             taken.add(found.output)
         entries.append(entry)
@@ -101,25 +75,37 @@ def compile_graph(gm: GraphModule, values: Sequence[Any], options: Options) -> C
     return Compilation(captured if taken else gm, tuple(entries))
 
 
-def compile_match(module: GraphModule, match: Match, options: Options, learns: bool = False) -> Entry:
+def learners(module: GraphModule, values: Sequence[Any]) -> frozenset[Node]:
+    """The nodes that gradients flow through: those below an input that requires one."""
+    inputs = [n for n in module.graph.nodes if n.op == "placeholder"]
+    found = {n for n, v in zip(inputs, values, strict=True) if isinstance(v, torch.Tensor) and v.requires_grad}
+    if not found or not torch.is_grad_enabled():
+        return frozenset()
+    for node in module.graph.nodes:
+        if any(n in found for n in node.all_input_nodes):
+            found.add(node)
+    return frozenset(found)
+
+
+def compile_match(
+    module: GraphModule, match: Match, options: Options, learning: frozenset[Node] = frozenset()
+) -> Entry:
     """Plan, emit, load, verify and substitute one attention. What goes wrong leaves eager in place.
 
-    `learns` says that gradients will be asked for.
+    `learning` are the nodes that gradients will flow through.
     """
     region, sizes = match.region, seen_sizes(match)
     base = Entry(0, "fallback", region.origin, region.source, region, sizes)
     if options.lowering == "off":
         return replace(base, status="declined", reason="the option lowering is off")
-    if learns and options.lowering == "auto" and not worth_recomputing(match, sizes):
-        return replace(base, status="declined", reason=TRAINING, advice=TRAINING_ADVICE)
     if options.empty_rows == "zero":
-        region = replace(region, empty_row="zero")
-        match = replace(match, region=region)
-    device = match.inputs[0].meta["val"].device
+        match = replace(match, region=replace(region, empty_row="zero"))
     try:
-        lowered = lower(match, sizes, device, options)
+        lowered = lower(match, sizes, device_of(match), options, learned(match, learning))
+        if slow_to_train(match, sizes, lowered, learning, options):
+            return replace(base, status="declined", reason=f"{TRAINING}: {lowered.why_no_backward}", advice=ADVICE)
         base = described(base, lowered)
-        verdict = checked(match, lowered, sizes, device, options)
+        verdict = checked(match, lowered, sizes, options)
     except FusecompError as error:
         return fallen_back(base, f"{type(error).__name__}: {error}", options)
     except Exception as error:  # a compiler error of any kind must not cost the user's result
@@ -128,83 +114,46 @@ def compile_match(module: GraphModule, match: Match, options: Options, learns: b
     base = replace(base, verdict=str(verdict) if verdict else "not verified: the option verify is off")
     if verdict is not None and not verdict.passed:
         return fallen_back(base, f"the kernel {verdict}", options)
-    register(lowered.key, Kernel(region, lowered.launch))
-    substitute(module, match, lowered.key)
+    register(lowered.key, Kernel(match.region, lowered.launch, lowered.backward))
+    substitute(module, match, lowered.key, trains=lowered.backward is not None)
     return replace(base, status="fused")
 
 
-TRAINING = "its gradient has no generated kernel yet, and recomputing it block by block is slower than eager's"
-TRAINING_ADVICE = "for inference, call the model under torch.no_grad(); lowering='triton' fuses all the same"
+def device_of(match: Match) -> torch.device:
+    return match.output.meta["val"].device  # type: ignore[no-any-return]
+
+
+def learned(match: Match, learning: frozenset[Node]) -> frozenset[str]:
+    """The operands whose gradient will be asked for."""
+    pairs = zip(match.region.operands, match.inputs, strict=True)
+    return frozenset(o.name for o, n in pairs if n in learning and n.meta["val"].is_floating_point())
+
+
+TRAINING = "it is trained, and recomputing its gradient block by block is slower than eager's"
+ADVICE = "for inference, call the model under torch.no_grad(); lowering='triton' fuses all the same"
 EAGER_SHARE = 0.25
 """Where eager would keep more than this share of the GPU's memory for one attention, recomputing is worth its time."""
 
 
-def worth_recomputing(match: Match, sizes: Mapping[str, int]) -> bool:
-    """Whether training should run the fused forward: on the CPU always, on a GPU where eager's scores would fill it."""
-    device = match.inputs[0].meta["val"].device
-    if device.type != "cuda":
-        return True
+def slow_to_train(
+    match: Match, sizes: Mapping[str, int], lowered: Lowered, learning: frozenset[Node], options: Options
+) -> bool:
+    """Whether training is better off with eager's gradient: on a GPU, without a backward kernel, if eager has room."""
+    device = device_of(match)
+    trains = bool(learned(match, learning)) and lowered.backward is None
+    if not trains or device.type != "cuda" or options.lowering != "auto":
+        return False
     batch = math.prod(sizes[v.name.upper()] for v in match.region.batch)
     kept = batch * sizes["M"] * sizes["N"] * 6  # float32 scores and half probabilities
-    return kept > EAGER_SHARE * torch.cuda.get_device_properties(device).total_memory
+    return kept <= EAGER_SHARE * torch.cuda.get_device_properties(device).total_memory
 
 
-def lower(match: Match, sizes: Mapping[str, int], device: torch.device, options: Options) -> Lowered:
-    """A region made runnable on its device: a Triton kernel, or PyTorch operators on the CPU."""
-    region = match.region
-    interpreted = device.type == "cpu" and triton_interprets()
-    wanted = options.lowering
-    if wanted == "cpu" or (wanted == "auto" and device.type == "cpu" and not interpreted):
-        return Lowered(f"{region.key}-cpu", cpu.lower(region), "cpu", plan(region, sizes))
-    tiles = plan(region, sizes)
-    if options.tune > 1 and device.type == "cuda":
-        tiles = tuned(region, sizes, options.tune, trial(match, sizes, device), machine(device))
-    source, launch = generate(match, tiles)
-    tiles = source.plan
-    return Lowered(f"{source.name}-{cache.digest(source.text)[:8]}", launch, "triton", tiles, source)
-
-
-def generate(match: Match, tiles: TilePlan) -> tuple[KernelSource, Launch]:
-    """The kernel of a plan, and what launches it; K and V through descriptors where the device and they allow it."""
-    strides = [example_of(n.meta["val"])[1] for n in match.inputs]
-    source = emit(match.region, choose(match.region, tiles, current().arch, strides))
-    return source, load(source, cache.directory("kernels")).launch
-
-
-def trial(match: Match, sizes: Mapping[str, int], device: torch.device) -> Callable[[TilePlan], Callable[[], object]]:
-    """Plan -> a launch of its kernel on random inputs of the graph's shapes."""
-    with real_tensors():
-        tensors, out, lengths = example(match, sizes, device)
-
-    def run(tiles: TilePlan) -> Callable[[], object]:
-        _, launch = generate(match, tiles)
-        return lambda: launch(out, tensors, lengths)
-
-    return run
-
-
-def triton_interprets() -> bool:
-    """Whether Triton runs kernels on CPU tensors in its interpreter."""
-    import triton
-
-    return bool(triton.knobs.runtime.interpret)
-
-
-def checked(
-    match: Match, lowered: Lowered, sizes: Mapping[str, int], device: torch.device, options: Options
-) -> Verdict | None:
+def checked(match: Match, lowered: Lowered, sizes: Mapping[str, int], options: Options) -> Verdict | None:
     """The verdict on a kernel, unless verification is off."""
     if not options.verify:
         return None
     with torch.no_grad(), torch._dispatch.python.suspend_functionalization(), real_tensors():
-        return verify(match, lowered.launch, sizes, device, lowered.text)
-
-
-def real_tensors() -> Any:
-    """Leave whatever fake-tensor or tracing mode the caller is in."""
-    from torch._subclasses.fake_tensor import unset_fake_temporarily
-
-    return unset_fake_temporarily()
+        return verify(match, lowered.launch, sizes, device_of(match), lowered.text, lowered.backward)
 
 
 def seen_sizes(match: Match) -> dict[str, int]:

@@ -27,8 +27,6 @@ from fusecomp.ir.region import Access, AttentionRegion, Product
 Span: TypeAlias = "range | Tensor"
 """The positions that one index takes: a range of step 1, or a vector of any positions."""
 
-NEAR = 104.0
-"""exp(-104) is below the smallest float32: a live score this far above the fill leaves dead keys no weight."""
 
 
 @dataclass(frozen=True)

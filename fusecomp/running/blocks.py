@@ -19,7 +19,7 @@ from fusecomp.ir.algebra import depends_on_score, substitute
 from fusecomp.ir.expr import Apply, Cast, Const, Expr, Score, dtype_kind, parts, transform, variables
 from fusecomp.ir.primitives import PRIMITIVES
 from fusecomp.ir.ranges import Bound, Reach, reach
-from fusecomp.ir.reference import NEAR, Env, attend, evaluate_expr, kept, operand, softmax
+from fusecomp.ir.reference import Env, attend, evaluate_expr, kept, operand, softmax
 from fusecomp.ir.region import AttentionRegion, extent
 
 BUDGET = 1 << 18
@@ -147,7 +147,7 @@ class Blocks:
         out = held.values(p if weight is None else p * weight, env.spans[key])
         if not r.keep or r.filled_score is None:
             return out
-        needs = logits.amax(-1, keepdim=True) <= r.fill + NEAR
+        needs = logits.amax(-1, keepdim=True) <= r.rescue_below
         return torch.where(needs, attend(self.exact, whole), out) if needs.any() else out
 
     def _visited(self, env: Env) -> tuple[int, int, range]:

@@ -18,8 +18,11 @@ from fusecomp.errors import KernelError
 from fusecomp.ir.region import AttentionRegion
 from fusecomp.running.backward import gradients
 
-Launch = Callable[[Tensor, Sequence[Tensor], Sequence[int]], None]
-"""launch(out, tensors, sizes): fills `out`; tensors in the order of region.operands, sizes of region.sizes."""
+Launch = Callable[..., None]
+"""launch(out, tensors, sizes): fills `out`; tensors in the order of region.operands, sizes of region.sizes. A kernel
+that has a backward takes `lse` too, and fills it with the log-sum-exp of each row, [batch axes, M] in float32."""
+Gradients = Callable[..., None]
+"""launch(grads, out, grad_out, lse, tensors, sizes): fills grads[i], the gradient of tensors[i], unless it is None."""
 
 
 @dataclass(frozen=True)
@@ -28,6 +31,7 @@ class Kernel:
 
     region: AttentionRegion
     launch: Launch
+    backward: Gradients | None = None
 
 
 KERNELS: dict[str, Kernel] = {}
@@ -84,11 +88,15 @@ def attention_backward(
     return gradients(kernel_of(key).region, grad, tensors, sizes, wanted)
 
 
+def _contiguous_like(t: Tensor) -> Tensor:
+    return torch.empty(t.shape, dtype=t.dtype, device=t.device)
+
+
 @attention_backward.register_fake
 def _(
     grad: Tensor, tensors: Sequence[Tensor], sizes: Sequence[int], wanted: Sequence[int], key: str
 ) -> list[Tensor]:
-    return [torch.empty(tensors[i].shape, dtype=tensors[i].dtype, device=tensors[i].device) for i in wanted]
+    return [_contiguous_like(tensors[i]) for i in wanted]
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -106,3 +114,71 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
 
 
 attention.register_autograd(_backward, setup_context=_setup)
+
+
+# ----------------------------------------------------------------------------------------------------------------
+# With a generated backward
+
+
+@torch.library.custom_op("fusecomp::attention_and_lse", mutates_args=())
+def attention_and_lse(
+    tensors: Sequence[Tensor], sizes: Sequence[int], shape: Sequence[int], order: Sequence[int],
+    rows: Sequence[int], dtype: torch.dtype, key: str,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """(O, log-sum-exp of each row of scores, of shape `rows` in float32)."""
+    out = empty_ordered(shape, order, tensors[0], dtype)
+    lse = torch.empty(rows, dtype=torch.float32, device=out.device)
+    if out.numel():
+        with torch.cuda.device_of(out):
+            kernel_of(key).launch(out, tensors, sizes, lse)
+    return out, lse
+
+
+@attention_and_lse.register_fake
+def _(
+    tensors: Sequence[Tensor], sizes: Sequence[int], shape: Sequence[int], order: Sequence[int],
+    rows: Sequence[int], dtype: torch.dtype, key: str,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    out = empty_ordered(shape, order, tensors[0], dtype)
+    return out, torch.empty(rows, dtype=torch.float32, device=out.device)
+
+
+@torch.library.custom_op("fusecomp::attention_gradients", mutates_args=())
+def attention_gradients(
+    grad: Tensor, out: Tensor, lse: Tensor, tensors: Sequence[Tensor], sizes: Sequence[int], wanted: Sequence[int],
+    key: str,
+) -> list[Tensor]:  # fmt: skip
+    """Gradients of O with respect to tensors[i] for i in `wanted`, by the generated backward kernels."""
+    grads = [_contiguous_like(t) if i in wanted else None for i, t in enumerate(tensors)]
+    backward = kernel_of(key).backward
+    assert backward is not None
+    with torch.cuda.device_of(out):
+        backward(grads, out, grad, lse, tensors, sizes)
+    return [g for g in grads if g is not None]
+
+
+@attention_gradients.register_fake
+def _(
+    grad: Tensor, out: Tensor, lse: Tensor, tensors: Sequence[Tensor], sizes: Sequence[int], wanted: Sequence[int],
+    key: str,
+) -> list[Tensor]:  # fmt: skip
+    return [_contiguous_like(tensors[i]) for i in wanted]
+
+
+def _setup_with_lse(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    tensors, sizes, *_, key = inputs
+    out, lse = output
+    ctx.save_for_backward(out, lse, *tensors)
+    ctx.mark_non_differentiable(lse)
+    ctx.sizes, ctx.key = sizes, key
+    ctx.wanted = [i for i, t in enumerate(tensors) if t.requires_grad and t.is_floating_point()]
+
+
+def _backward_with_lse(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Any, ...]:
+    out, lse, *tensors = ctx.saved_tensors
+    found = attention_gradients(grad, out, lse, tensors, ctx.sizes, ctx.wanted, ctx.key)
+    by_place: dict[int, Tensor] = dict(zip(ctx.wanted, found, strict=True))
+    return [by_place.get(i) for i in range(len(tensors))], None, None, None, None, None, None
+
+
+attention_and_lse.register_autograd(_backward_with_lse, setup_context=_setup_with_lse)

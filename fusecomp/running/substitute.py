@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from typing import Any
 
 import torch
@@ -13,8 +14,11 @@ from fusecomp.patterns.naming import SizeSource
 from fusecomp.running.operator import empty_ordered
 
 
-def substitute(module: GraphModule, match: Match, key: str) -> Node:
-    """Replace match.output by the operator and remove the nodes between inputs and output. Returns the new node."""
+def substitute(module: GraphModule, match: Match, key: str, trains: bool = False) -> Node:
+    """Replace match.output by the operator and remove the nodes between inputs and output. Returns the new node.
+
+    `trains`: the kernel has a backward, for which the operator saves the log-sum-exp of each row.
+    """
     graph, region, output = module.graph, match.region, match.output
     lengths: dict[tuple[Node, int], Any] = {}
     with graph.inserting_before(output):
@@ -28,9 +32,16 @@ def substitute(module: GraphModule, match: Match, key: str) -> Node:
             return lengths[source]
 
         shape = [length(s) for s in match.out_shape]
-        args = (tensors, [length(match.sizes[s]) for s in region.sizes], shape, list(region.out_order),
-                getattr(torch, region.out_dtype), key)  # fmt: skip
-        node = graph.call_function(torch.ops.fusecomp.attention.default, args)
+        sizes = [length(match.sizes[s]) for s in region.sizes]
+        dtype = getattr(torch, region.out_dtype)
+        if trains:
+            rows = [length(match.sizes[v.name.upper()]) for v in region.batch] + [length(match.sizes["M"])]
+            args = (tensors, sizes, shape, list(region.out_order), rows, dtype, key)
+            both = graph.call_function(torch.ops.fusecomp.attention_and_lse.default, args)
+            node = graph.call_function(operator.getitem, (both, 0))
+        else:
+            args = (tensors, sizes, shape, list(region.out_order), dtype, key)
+            node = graph.call_function(torch.ops.fusecomp.attention.default, args)
         described(node, output, shape, region.out_order)
         new = node
         if len(shape) > output.meta["val"].dim():  # the query axis that O itself does not have

@@ -17,8 +17,9 @@ from torch import Tensor
 from fusecomp.ir.reference import evaluate
 from fusecomp.patterns.build import Match
 from fusecomp.running import cache
+from fusecomp.running.backward import gradients
 from fusecomp.running.inputs import draw, example_of
-from fusecomp.running.operator import Launch, empty_ordered
+from fusecomp.running.operator import Gradients, Launch, empty_ordered
 from fusecomp.running.subgraph import run_original, seen
 
 EAGER_MULTIPLE = 4.0
@@ -30,6 +31,8 @@ EXACT_SCORES = {"cpu": 1 << 23, "cuda": 1 << 28}
 EAGER_SCORES = {"cpu": 1 << 25, "cuda": 1 << 31}
 """Scores up to which they are run in the model's dtype."""
 SAMPLED_ROWS = 64
+GRADIENT_MULTIPLE = 2.0
+"""Of FLOOR: what rounding probabilities and their gradients to half precision may cost a gradient."""
 VERSION = 2
 
 
@@ -62,14 +65,19 @@ class Judged:
     against: str
 
 
-def verify(match: Match, launch: Launch, sizes: Mapping[str, int], device: torch.device, kernel: str) -> Verdict:
-    """Hold a kernel against the graph it replaces, on random inputs of its shapes; cached by what was compared."""
+def verify(
+    match: Match, launch: Launch, sizes: Mapping[str, int], device: torch.device, kernel: str,
+    backward: Gradients | None = None,
+) -> Verdict:  # fmt: skip
+    """Hold a kernel, and its backward, against what they replace, on random inputs; cached by what was compared."""
     examples = [example_of(n.meta["val"]) for n in match.inputs]
     name = cache.digest(VERSION, kernel, match.region.key, fingerprint(match), examples, dict(sizes), machine(device))
     path = cache.directory("verdicts") / f"{name}.json"
     if (known := cache.read_json(path)) is not None and set(known) == set(Verdict.__dataclass_fields__):
         return Verdict(**known)
-    verdict = judge(compare(match, launch, sizes, device), match.region.out_dtype)
+    verdict = judge(compare(match, launch, sizes, device, backward), match.region.out_dtype)
+    if verdict.passed and backward is not None:
+        verdict = judge_gradients(match, launch, backward, sizes, device) or verdict
     if verdict.passed:  # a failure is looked into again: it may have been mended since
         cache.write_json(path, asdict(verdict))
     return verdict
@@ -103,13 +111,23 @@ def example(match: Match, sizes: Mapping[str, int], device: torch.device) -> tup
     return tensors, out, [sizes[s] for s in region.sizes]
 
 
-def compare(match: Match, launch: Launch, sizes: Mapping[str, int], device: torch.device) -> Judged:
+def log_sums(match: Match, sizes: Mapping[str, int], device: torch.device) -> Tensor:
+    """Memory for the log-sum-exp of each row."""
+    rows = [*(sizes[v.name.upper()] for v in match.region.batch), sizes["M"]]
+    return torch.empty(rows, dtype=torch.float32, device=device)
+
+
+def compare(
+    match: Match, launch: Launch, sizes: Mapping[str, int], device: torch.device, backward: Gradients | None = None
+) -> Judged:
     """Run the kernel and its judges on the same random inputs."""
     region = match.region
     tensors, out, lengths = example(match, sizes, device)
-    launch(out, tensors, lengths)
+    launch(out, tensors, lengths, *([log_sums(match, sizes, device)] if backward else []))
     scores = out.numel() // max(out.shape[region.out_axes.index("dv")], 1) * sizes["N"]
-    if scores <= EXACT_SCORES.get(device.type, 0) and (exact := original(match, tensors, out, torch.float64)) is not None:
+    small = scores <= EXACT_SCORES.get(device.type, 0)
+    exact = original(match, tensors, out, torch.float64) if small else None
+    if exact is not None:
         return Judged(out, original(match, tensors, out), exact, "the graph in float64")
     rows_axis = region.out_axes.index("q_idx")
     rows = torch.randperm(out.shape[rows_axis], device=device)[:SAMPLED_ROWS].sort().values
@@ -128,6 +146,32 @@ def original(match: Match, tensors: list[Tensor], out: Tensor, dtype: torch.dtyp
     except torch.OutOfMemoryError:
         return None
     return found.nan_to_num(0.0) if match.region.empty_row == "zero" else found
+
+
+def judge_gradients(
+    match: Match, launch: Launch, backward: Gradients, sizes: Mapping[str, int], device: torch.device
+) -> Verdict | None:
+    """A failed verdict where the generated gradients are not those of the region's meaning in float32; else None."""
+    region = match.region
+    tensors, out, lengths = example(match, sizes, device)
+    lse = log_sums(match, sizes, device)
+    launch(out, tensors, lengths, lse)
+    grad = torch.randn(out.shape, device=device, generator=torch.Generator(device).manual_seed(1)).to(out.dtype)
+    held = {a.operand for p in region.products for a in (p.q, p.k)} | {region.v.operand}
+    wanted = [i for i, o in enumerate(region.operands) if o.name in held]
+    grads = [torch.full_like(t, float("nan")) if i in wanted else None for i, t in enumerate(tensors)]
+    backward(grads, out, grad, lse, tensors, lengths)
+    exact = gradients(region, grad, tensors, lengths, wanted)
+    budget = GRADIENT_MULTIPLE * FLOOR[getattr(torch, region.out_dtype)]
+    for i, e in zip(wanted, exact, strict=True):
+        got = grads[i]
+        assert got is not None
+        error = relative(got.double(), e.double())
+        misplaced = (specials(got) != specials(e)).any()
+        if misplaced or error > budget:
+            against = f"autograd, for the gradient of {region.operands[i].name}"
+            return Verdict(False, error, budget, against, f"worst at {worst(got.double(), e.double())}")
+    return None
 
 
 def judge(judged: Judged, dtype: str) -> Verdict:

@@ -1,0 +1,139 @@
+"""A region made runnable on its device: a generated Triton kernel, or PyTorch operators on the CPU.
+
+For training the forward kernel saves the log-sum-exp of each row, and backward kernels are generated beside it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from fusecomp.codegen.backward import emit_backward
+from fusecomp.codegen.descriptors import choose
+from fusecomp.codegen.emit import emit
+from fusecomp.codegen.source import KernelSource
+from fusecomp.errors import KernelError, PlanError
+from fusecomp.ir.region import AttentionRegion
+from fusecomp.patterns.build import Match
+from fusecomp.planning.backward import backward_plan
+from fusecomp.planning.device import current
+from fusecomp.planning.plan import plan
+from fusecomp.planning.tile import TilePlan
+from fusecomp.running import cache, cpu
+from fusecomp.running.inputs import example_of
+from fusecomp.running.loader import load
+from fusecomp.running.operator import Gradients, Launch
+from fusecomp.running.tune import tuned
+from fusecomp.running.verify import example, machine
+from fusecomp.settings import Options
+
+
+@dataclass(frozen=True)
+class Lowered:
+    """A region made runnable."""
+
+    key: str
+    launch: Launch
+    lowering: str
+    """"triton" or "cpu"."""
+    plan: TilePlan | None = None
+    source: KernelSource | None = None
+    backward: Gradients | None = None
+    """What writes the gradients of Q, K and V; None where they are recomputed."""
+    backward_source: KernelSource | None = None
+    why_no_backward: str = ""
+
+    @property
+    def text(self) -> str:
+        """What the verdict depends on."""
+        sources = [s.text for s in (self.source, self.backward_source) if s is not None]
+        return "\n".join(sources) or self.lowering
+
+
+def lower(
+    match: Match, sizes: Mapping[str, int], device: torch.device, options: Options, learned: frozenset[str] = frozenset()
+) -> Lowered:
+    """What runs the region of `match`. `learned` names the operands that gradients will be asked of."""
+    region = match.region
+    if on_cpu(device, options):
+        tiles = None
+        with contextlib.suppress(PlanError):
+            tiles = plan(region, sizes)
+        return Lowered(f"{region.key}-cpu", cpu.lower(region), "cpu", tiles)
+    tiles = plan(region, sizes)
+    if options.tune > 1 and device.type == "cuda":
+        tiles = tuned(region, sizes, options.tune, trial(match, sizes, device), machine(device))
+    if not learned:
+        source, launch = generate(match, tiles)
+        return Lowered(key_of(source), launch, "triton", source.plan, source)
+    try:
+        return for_training(match, tiles, learned)
+    except KernelError as error:
+        source, launch = generate(match, tiles)
+        return Lowered(key_of(source), launch, "triton", source.plan, source, why_no_backward=str(error))
+
+
+def on_cpu(device: torch.device, options: Options) -> bool:
+    """Whether PyTorch operators on the CPU run it, and no kernel is needed."""
+    if options.lowering != "auto":
+        return options.lowering == "cpu"
+    return device.type == "cpu" and not triton_interprets()
+
+
+def for_training(match: Match, tiles: TilePlan, learned: frozenset[str]) -> Lowered:
+    """A forward kernel that saves the log-sum-exp, and its backward. Raises KernelError where there is none."""
+    region = match.region
+    others = learned - products_of(region)
+    if others:
+        raise KernelError(f"no backward kernel: {', '.join(sorted(others))} learn too, beside Q, K and V")
+    source, launch = generate(match, tiles, saves_lse=True)
+    backward = emit_backward(region, backward_plan(region, current().smem_bytes, current().name))
+    module = load(backward, cache.directory("kernels"))
+    return Lowered(f"{key_of(source)}-{key_of(backward)[-8:]}", launch, "triton", source.plan, source,
+                   module.launch, backward)  # fmt: skip
+
+
+def products_of(region: AttentionRegion) -> frozenset[str]:
+    """The operands that are Q, K or V."""
+    return frozenset({a.operand for p in region.products for a in (p.q, p.k)} | {region.v.operand})
+
+
+def key_of(source: KernelSource) -> str:
+    return f"{source.name}-{cache.digest(source.text)[:8]}"
+
+
+def generate(match: Match, tiles: TilePlan, saves_lse: bool = False) -> tuple[KernelSource, Launch]:
+    """The kernel of a plan, and what launches it; K and V through descriptors where the device and they allow it."""
+    strides = [example_of(n.meta["val"])[1] for n in match.inputs]
+    source = emit(match.region, choose(match.region, tiles, current().arch, strides), saves_lse)
+    return source, load(source, cache.directory("kernels")).launch
+
+
+def trial(match: Match, sizes: Mapping[str, int], device: torch.device) -> Callable[[TilePlan], Callable[[], object]]:
+    """Plan -> a launch of its kernel on random inputs of the graph's shapes."""
+    with real_tensors():
+        tensors, out, lengths = example(match, sizes, device)
+
+    def run(tiles: TilePlan) -> Callable[[], object]:
+        _, launch = generate(match, tiles)
+        return lambda: launch(out, tensors, lengths)
+
+    return run
+
+
+def triton_interprets() -> bool:
+    """Whether Triton runs kernels on CPU tensors in its interpreter."""
+    import triton
+
+    return bool(triton.knobs.runtime.interpret)
+
+
+def real_tensors() -> Any:
+    """Leave whatever fake-tensor or tracing mode the caller is in."""
+    from torch._subclasses.fake_tensor import unset_fake_temporarily
+
+    return unset_fake_temporarily()
