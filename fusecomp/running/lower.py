@@ -55,7 +55,11 @@ class Lowered:
 
 
 def lower(
-    match: Match, sizes: Mapping[str, int], device: torch.device, options: Options, learned: frozenset[str] = frozenset()
+    match: Match,
+    sizes: Mapping[str, int],
+    device: torch.device,
+    options: Options,
+    learned: frozenset[str] = frozenset(),
 ) -> Lowered:
     """What runs the region of `match`. `learned` names the operands that gradients will be asked of."""
     region = match.region
