@@ -1,11 +1,13 @@
-"""The tiles of the backward kernels: sizes that are known to be good, halved until they fit.
+"""The tiles of the backward kernels: sizes that are known to be good, made smaller until they fit.
 
-query gradient     a program has BLOCK_M queries and walks their keys
-key gradients      a program has BLOCK_N keys and walks the queries that see them
+The query gradient's program has BLOCK_M queries and walks their keys; the key gradients' has BLOCK_N keys and walks
+the queries that see them.
 
-D <= 64            64 x 128, 4 warps        128 x 64, 4 warps      3 stages
-D <= 128           128 x 64, 8 warps        64 x 128, 8 warps      3 stages, 2 in the second
-D <= 256           64 x 64,  8 warps        64 x 64,  8 warps      2 stages
+    BLOCK_M x BLOCK_N  query gradient           key gradients
+    D <= 64            64 x 128, 4 warps        64 x 128, 8 warps      3 stages
+    D <= 128           128 x 64, 8 warps        64 x 128, 8 warps      3 stages, 2 of the second
+    D <= 256           64 x 64,  8 warps        32 x 64,  8 warps      2 stages
+    more, or float32   32 x 32,  4 warps        32 x 32,  4 warps      2 stages
 """
 
 from __future__ import annotations
@@ -43,14 +45,14 @@ def backward_plan(region: AttentionRegion, smem: int = 232_448, device: str = ""
     size = max(sum(sum(chunks(extent(p.d))) for p in region.products), sum(chunks(extent(region.dv))))
     elt = max(BYTES.get(t, 2) for t in (region.pv_dtype, *(p.dtype for p in region.products)))
     wide = size * elt
-    if wide <= 128:
-        queries, keys = _Tile(64, 128, 4, 3), _Tile(64, 64, 4, 3)
-    elif wide <= 256:
-        queries, keys = _Tile(128, 64, 8, 3), _Tile(64, 128, 8, 2)
-    elif wide <= 512:
-        queries, keys = _Tile(64, 64, 8, 2), _Tile(64, 64, 8, 2)
-    else:
+    if size > 256 or elt > 2:
         queries, keys = _Tile(32, 32, 4, 2), _Tile(32, 32, 4, 2)
+    elif size > 128:
+        queries, keys = _Tile(64, 64, 8, 2), _Tile(32, 64, 8, 2)
+    elif size > 64:
+        queries, keys = _Tile(128, 64, 8, 3), _Tile(64, 128, 8, 2)
+    else:
+        queries, keys = _Tile(64, 128, 4, 3), _Tile(64, 128, 8, 3)
     fit = [_fitting(t, moves, wide, smem) for t, moves in ((queries, "keys"), (keys, "queries"))]
     made = [_plan(region, t, name, device) for t, name in zip(fit, ("query_gradient", "key_gradients"), strict=True)]
     return BackwardPlan(*made)

@@ -25,6 +25,8 @@ class Tile:
     warps: int
     stages: int
     pack: int = 1
+    loads: str = "pointer"
+    """How K and V are fetched: "pointer" or "descriptor"."""
 
 
 class Launch:
@@ -34,6 +36,8 @@ class Launch:
         self.region, self.sizes, self.device, self.decode = region, dict(sizes), device, decode
         self.known, self.at = facts(region), lengths(region, sizes)
         self.fixed = {**FITTED, **_of_region(self.known), **_of_device(device, self.known), **self._of_lengths()}
+        self.describable = not decode and device.descriptors and self.known.describable
+        """Whether descriptors may bring K and V, provided that they lie as descriptors want them."""
         self._visits: dict[tuple[int, int], tuple[int, int]] = {}
 
     def visits(self, rows: int, block_n: int) -> tuple[int, int]:
@@ -54,6 +58,7 @@ class Launch:
                 "WARPS": tile.warps,
                 "STAGES": tile.stages,
                 "PACK": tile.pack,
+                "DESC": int(tile.loads == "descriptor"),
                 "TILES": visited,
                 "TESTED": tested,
                 **compiler(tile, self.known, self.device),

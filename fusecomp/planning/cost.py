@@ -16,11 +16,13 @@ from sympy import Max, Min, ceiling, floor
 
 FITTED = {
     "SETUP": 2.4e-6,  # s: a program's start and its last stores
+    "DESCRIBE": 3e-6,  # s: more of a program's start where it makes descriptors
     "TILE": 130e-9,  # s: barriers of one tile, and the way of two products through the tensor cores
     "WAIT": 480e-9,  # s: a late load of one tile, with one tile of lookahead; falls with its square
     "MEET": 0.14,  # part of the time that two groups of warps of one program wait for each other
     "FMA_PAIR": 2.0,  # FMA slots a pair: scale and subtract, max, sum, convert, less what hides in other slots
     "SFU_PAIR": 1.0,  # the exponential
+    "FMA_VECTOR": 3.0,  # FMA slots for each 16 bytes that a thread loads of K and V itself: addresses, masks
     "FMA_ROW": 120,  # FMA slots a row of a tile: maximum and sum over the four threads that hold it, the new state
     "SFU_ROW": 4,  # the rescaling exponential, in each of the four threads
     "TEST_PAIR": 8,  # FMA slots a pair of a tile that tests its mask: positions, comparison, selection
@@ -60,11 +62,11 @@ MMA_RATE, SFU_RATE, FMA_RATE, SMEM_RATE, L2_RATE, HBM_RATE, L2, LAUNCH = _symbol
     "MMA SFUS FMAS SMEM L2RATE HBM L2 LAUNCH"
 )
 # Choices that the compiler makes from the above: 1 or 0
-SPLIT, WGMMA, SCRATCH, DOT, BARRIERS, MMA_ROWS, MMA_SHARE = _symbols(
-    "SPLIT WGMMA SCRATCH DOT BARRIERS MMA_ROWS MMA_SHARE"
+SPLIT, WGMMA, SCRATCH, DOT, BARRIERS, MMA_ROWS, MMA_SHARE, DESC = _symbols(
+    "SPLIT WGMMA SCRATCH DOT BARRIERS MMA_ROWS MMA_SHARE DESC"
 )
-SETUP, TILE, WAIT, MEET, SPILL, FMA_PAIR, SFU_PAIR, FMA_ROW, SFU_ROW, TEST_PAIR = _symbols(
-    "SETUP TILE WAIT MEET SPILL FMA_PAIR SFU_PAIR FMA_ROW SFU_ROW TEST_PAIR"
+SETUP, DESCRIBE, TILE, WAIT, MEET, SPILL, FMA_PAIR, SFU_PAIR, FMA_VECTOR, FMA_ROW, SFU_ROW, TEST_PAIR = _symbols(
+    "SETUP DESCRIBE TILE WAIT MEET SPILL FMA_PAIR SFU_PAIR FMA_VECTOR FMA_ROW SFU_ROW TEST_PAIR"
 )
 L2_SHARE, L2_USABLE, HBM_LATENCY = _symbols("L2_SHARE L2_USABLE HBM_LATENCY")
 REG_BASE, REG_MASK, REG_SPLIT, REG_SUM, REG_PAIR, REG_DOT, REG_VECTOR, SMEM_RESERVED = _symbols(
@@ -80,7 +82,7 @@ q_tile = WIDTH * BLOCK_M * D
 kv_tile = WIDTH * BLOCK_N * (D + DV)
 p_tile = WIDTH * BLOCK_M * BLOCK_N
 buffers = STAGES - 1 + WGMMA
-pipelined = q_tile + buffers * kv_tile + (STAGES - 1) * LOAD * BLOCK_M * BLOCK_N + SCRATCH * p_tile
+pipelined = 1024 * DESC + q_tile + buffers * kv_tile + (STAGES - 1) * LOAD * BLOCK_M * BLOCK_N + SCRATCH * p_tile
 unpipelined = q_tile + WIDTH * BLOCK_N * CHUNK + p_tile * Max(SCRATCH, Min(1, LOAD), Min(1, Max(0, WIDTH - 2)))
 smem = sympy.Piecewise((unpipelined, STAGES < 2), (pipelined, True)) + BARRIERS
 
@@ -88,7 +90,7 @@ smem = sympy.Piecewise((unpipelined, STAGES < 2), (pipelined, True)) + BARRIERS
 # no matrix instruction does, an address for each 16 bytes loaded, the rest
 accumulator = BLOCK_M * DV / threads
 scores = BLOCK_M * BLOCK_N / threads
-vectors = kv_tile / (16 * threads)
+vectors = (1 - DESC) * kv_tile / (16 * threads)
 operand = (1 - WGMMA) * (1 - DOT) * WIDTH * 16 * BLOCK_N / (4 * WARP)  # mma.sync holds 16 rows of K or V itself
 registers = (
     REG_SUM * accumulator
@@ -120,7 +122,9 @@ pairs = tiles * BLOCK_M * BLOCK_N
 flops = 2 * pairs * (D + DV)  # Q K^T and P V, two for a multiply-add
 rescale = DV / BLOCK_N  # FMA slots a pair: the accumulator shrinks to each tile's new maximum
 fma_work = (
-    pairs * (FMA_PAIR + FMA + rescale) + tested * BLOCK_M * BLOCK_N * (TEST + TEST_PAIR) + tiles * BLOCK_M * FMA_ROW
+    pairs * (FMA_PAIR + FMA + rescale)
+    + tested * BLOCK_M * BLOCK_N * (TEST + TEST_PAIR)
+    + tiles * (BLOCK_M * FMA_ROW + threads * vectors * FMA_VECTOR)
 )
 sfu_work = pairs * (SFU_PAIR + SFU) + tiles * BLOCK_M * SFU_ROW
 
@@ -162,7 +166,7 @@ groups = together * per_program
 fill = q_tile + BLOCK_M * O_ROW + Max(1, STAGES - 1) * kv_tile  # B of a program's first loads and of its result
 fill_s = programs * fill / (L2_RATE * L2_SHARE)
 late = WAIT / Max(1, STAGES - 1) ** 2 + Max(0, 2 - STAGES) * HBM_LATENCY
-delay_s = per_program * (SETUP * programs + (TILE + late) * tiles) / SMS + fill_s
+delay_s = per_program * ((SETUP + DESC * DESCRIBE) * programs + (TILE + late) * tiles) / SMS + fill_s
 busy = rounds * SMS / programs  # the busiest multiprocessor's share of the work over an even share
 moving_s = Max(hbm_s, l2_s * busy)
 launch_s = LAUNCH * (1 + Min(1, splits - 1)) + SETUP

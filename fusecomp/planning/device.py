@@ -86,6 +86,11 @@ class Device:
         """Whether a group of four warps multiplies straight from shared memory (Hopper)."""
         return self.capability == 90
 
+    @property
+    def descriptors(self) -> bool:
+        """Whether a unit of its own copies whole tiles to shared memory."""
+        return self.capability in (90, 100)
+
     def matmul_rate(self, dtype: str, precision: str = "ieee") -> float:
         """FLOP/s of products of `dtype` operands."""
         if dtype in ("float16", "bfloat16"):

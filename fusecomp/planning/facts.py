@@ -53,6 +53,8 @@ class Facts:
     """Query heads of one key head."""
     packs: bool
     """Whether the heads of a group may share a tile: K and V are read at h // group, or without h."""
+    describable: bool
+    """Whether the products take K and V as they are held: in 16 bits, in rows of whole 16 bytes."""
     reach: Reach
 
     @property
@@ -96,12 +98,21 @@ def facts(region: AttentionRegion) -> Facts:
         passes=_eager_passes(region),
         group=region.q_per_kv(),
         packs=region.q_per_kv() > 1 and _only_through_group(region),
+        describable=_describable(region),
         reach=reach(region.keep, region.q_idx.name, region.kv_idx.name),
     )
 
 
 def _row(region: AttentionRegion, access: Access, length: int) -> int:
     return length * WIDTH.get(region.operand(access.operand).dtype, 1)
+
+
+def _describable(region: AttentionRegion) -> bool:
+    held = [*((p.k, p.dtype, p.d) for p in region.products), (region.v, region.pv_dtype, region.dv)]
+    return all(
+        region.operand(a.operand).dtype == dtype and WIDTH.get(dtype) == 2 and 2 * extent(d) % 16 == 0
+        for a, dtype, d in held
+    )
 
 
 def _on_pairs(e: Expr, region: AttentionRegion) -> bool:

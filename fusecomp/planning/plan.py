@@ -43,11 +43,17 @@ class Row:
 
 
 def plan(
-    region: AttentionRegion, sizes: Mapping[str, int], device: Device | None = None, budget: int | None = None
+    region: AttentionRegion,
+    sizes: Mapping[str, int],
+    device: Device | None = None,
+    budget: int | None = None,
+    describable: bool = True,
 ) -> TilePlan:
-    """The plan at lengths near `sizes` (a value for each of region.sizes), within `budget` B of shared memory."""
+    """The plan at lengths near `sizes` (a value for each of region.sizes), within `budget` B of shared memory.
+
+    `describable`: whether K and V, as they lie, fit in tensor descriptors; without, they are read through pointers."""
     device = device or current()
-    ranked = _ranked(region, coarse(sizes), device, _allowed(device, budget))
+    ranked = _ranked(region, coarse(sizes), device, _allowed(device, budget), describable)
     tile, kind = ranked[0].tile, ranked[0].skeleton
     launch = Launch(region, sizes, device, kind == "decode")
     return TilePlan(
@@ -62,15 +68,20 @@ def plan(
         cost=_cost(launch.quantities(tile)),
         rejected=_rejected(ranked),
         device=device.name,
+        loads=tile.loads,
     )
 
 
 def rows(
-    region: AttentionRegion, sizes: Mapping[str, int], device: Device | None = None, budget: int | None = None
+    region: AttentionRegion,
+    sizes: Mapping[str, int],
+    device: Device | None = None,
+    budget: int | None = None,
+    describable: bool = True,
 ) -> tuple[Row, ...]:
     """Every tile considered at exactly `sizes`: the best first, then by time, then those that do not fit."""
     device = device or current()
-    return _ranked(region, tuple(sorted(sizes.items())), device, _allowed(device, budget))
+    return _ranked(region, tuple(sorted(sizes.items())), device, _allowed(device, budget), describable)
 
 
 def tiles(workload: Workload, device: Device | None = None, budget: int | None = None) -> tuple[Row, ...]:
@@ -94,13 +105,14 @@ def skeleton(region: AttentionRegion, sizes: Mapping[str, int]) -> str:
     return "decode" if at.m <= DECODE_ROWS and at.n >= DECODE_KEYS else "prefill"
 
 
-def candidates(launch: Launch) -> Iterator[Tile]:
+def candidates(launch: Launch, describable: bool = False) -> Iterator[Tile]:
     """Every tile worth costing: a packed group fits in it, it is no taller than the rows, eight warps have work."""
+    ways = ("pointer", "descriptor") if describable and launch.describable else ("pointer",)
     pack = packed(launch.known.group) if launch.decode and launch.known.packs else 1
     tallest = max(16, power(launch.at.m * pack))
-    for block_m, block_n, warps, stages in product(SIDES, SIDES, (4, 8), (1, 2, 3, 4)):
+    for block_m, block_n, warps, stages, loads in product(SIDES, SIDES, (4, 8), (1, 2, 3, 4), ways):
         if pack <= block_m <= tallest and (warps == 4 or block_m * block_n >= 64 * 64):
-            yield Tile(block_m, block_n, warps, stages, pack)
+            yield Tile(block_m, block_n, warps, stages, pack, loads)
 
 
 def packed(group: int) -> int:
@@ -110,12 +122,12 @@ def packed(group: int) -> int:
 
 @lru_cache(maxsize=512)
 def _ranked(
-    region: AttentionRegion, sizes: tuple[tuple[str, int], ...], device: Device, budget: int
+    region: AttentionRegion, sizes: tuple[tuple[str, int], ...], device: Device, budget: int, describable: bool
 ) -> tuple[Row, ...]:
     """All candidates, the chosen one first."""
     kind = skeleton(region, dict(sizes))
     launch = Launch(region, dict(sizes), device, kind == "decode")
-    costed = [(tile, _cost(launch.quantities(tile))) for tile in candidates(launch)]
+    costed = [(tile, _cost(launch.quantities(tile))) for tile in candidates(launch, describable)]
     refused = {tile: _too_large(cost, budget, device) for tile, cost in costed}
     fits = [tc for tc in costed if not refused[tc[0]]] or [_last_resort(costed, budget)]
     fits = _by_merit(fits)
@@ -191,4 +203,4 @@ def _cost(q: Mapping[str, float]) -> Cost:
 
 def _rejected(ranked: tuple[Row, ...]) -> tuple[Rejected, ...]:
     tiles_of = ((row.tile, row.reason) for row in ranked[1:])
-    return tuple(Rejected(t.block_m, t.block_n, t.warps, t.stages, reason) for t, reason in tiles_of)
+    return tuple(Rejected(t.block_m, t.block_n, t.warps, t.stages, reason, t.loads) for t, reason in tiles_of)

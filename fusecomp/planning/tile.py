@@ -39,6 +39,7 @@ class Rejected:
     stages: int
     reason: str
     """"needs 262144 B of shared memory, 232448 usable", "predicted 12 % slower" ..."""
+    loads: str = "pointer"
 
 
 @dataclass(frozen=True)
