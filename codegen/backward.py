@@ -19,7 +19,7 @@ from fusecomp.codegen import backward_queries as queries
 from fusecomp.codegen import backward_range as ranges
 from fusecomp.codegen.backward_check import backward_selfcheck
 from fusecomp.codegen.backward_frame import GradientFrame, require_gradients
-from fusecomp.codegen.backward_launcher import backward_launch, declared, parameters
+from fusecomp.codegen.backward_launcher import DELTA_ROWS, backward_launch, declared, parameters
 from fusecomp.codegen.backward_skeletons import (
     BACKWARD_MODULE,
     KEY_GRADIENTS,
@@ -63,7 +63,9 @@ class BackwardSource(KernelSource):
         """The schedule of one kernel of the file."""
         if self.plans is None or kernel == "query_gradient":
             return self.plan
-        return self.plans.keys if kernel == "key_gradients" else replace(self.plan, warps=4, stages=1)
+        return (
+            self.plans.keys if kernel == "key_gradients" else replace(self.plan, block_m=DELTA_ROWS, warps=4, stages=1)
+        )
 
 
 def emit_backward(region: AttentionRegion, plan: BackwardPlan) -> BackwardSource:

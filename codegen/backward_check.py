@@ -37,7 +37,7 @@ def main():
     tensors = [t.detach() for t in tensors]
     grads = [torch.empty_like(t) if i in «places» else None for i, t in enumerate(tensors)]
     launch(grads, out.detach().to(torch.«out_dtype»), grad_out, lse.detach().contiguous(), tensors, sizes)
-    for i, grad in zip(«places», expected):
+    for i, grad in zip(«places», expected, strict=True):
         torch.testing.assert_close(grads[i].float(), grad.float(), atol=«tolerance», rtol=«tolerance»)
     print(f"agrees with PyTorch within «tolerance», at sizes {sizes}")
 

@@ -116,7 +116,7 @@ SHARED_KEY_GRADIENTS = (
     _HEAD
     + """\
     # The query heads that share the keys
-    for «member_name» in range(0, «members»):
+    for «member_name» in range(«members»):
         «member»
         «fixed_inside»
 """

@@ -19,6 +19,7 @@ from fusecomp.codegen.frame import Frame
 from fusecomp.codegen.interpreter import interpreting
 from fusecomp.codegen.source import KernelSource
 from fusecomp.errors import KernelError
+from fusecomp.planning.tile import TilePlan
 
 POINTERS = {
     "bool": "*i1", "uint8": "*u8", "int8": "*i8", "int16": "*i16", "int32": "*i32", "int64": "*i64",
@@ -56,8 +57,9 @@ def cross_compile(source: KernelSource, arch: Arch, kernel: str = "attention") -
     target = GPUTarget("hip", arch, 64) if isinstance(arch, str) else GPUTarget("cuda", arch, 32)
     with tempfile.TemporaryDirectory() as folder:
         function = getattr(_module(source, Path(folder)), kernel)
-        signature, constants, attributes = _signature(source, function.arg_names)
-        options = {"num_warps": source.plan.warps, "num_stages": Frame(source.region, source.plan).stages}
+        plan = source.plan_of(kernel)
+        signature, constants, attributes = _signature(source, plan, function.arg_names)
+        options = {"num_warps": plan.warps, "num_stages": Frame(source.region, plan).stages}
         begin = time.perf_counter()
         try:
             ast = ASTSource(function, signature, constants, attributes)
@@ -81,18 +83,21 @@ def _module(source: KernelSource, folder: Path) -> ModuleType:
     return module
 
 
-def _signature(source: KernelSource, params: list[str]) -> tuple[dict[str, str], dict[tuple[int], int], dict[Any, Any]]:
+def _signature(
+    source: KernelSource, plan: TilePlan, params: list[str]
+) -> tuple[dict[str, str], dict[tuple[int], int], dict[Any, Any]]:
     """(types, constants, alignments): innermost strides are 1, pointers and other strides multiples of 16."""
     region = source.region
     dtypes = {"out": region.out_dtype, **{o.name: o.dtype for o in region.operands}}
-    innermost = {f"{o.name}_stride_{len(o.shape) - 1}" for o in region.operands}
-    innermost.add(f"out_stride_{region.out_order[-1]}")
+    known = {f"{o.name}_stride_{len(o.shape) - 1}": 1 for o in region.operands}
+    known |= {f"out_stride_{region.out_order[-1]}": 1, "BLOCK_M": plan.block_m, "BLOCK_N": plan.block_n}
     types: dict[str, str] = {}
-    for p in params:
-        pointer = POINTERS[dtypes.get(p.removesuffix("_ptr"), "float32")] if p.endswith("_ptr") else ""
-        types[p] = pointer or ("constexpr" if p in innermost else "i32")
-    constants = {(i,): 1 for i, p in enumerate(params) if p in innermost}
-    aligned = [i for i, p in enumerate(params) if p.endswith("_ptr") or ("_stride_" in p and p not in innermost)]
+    for p in params:  # a gradient is like what it is the gradient of
+        pointer = POINTERS[dtypes.get(p.removesuffix("_ptr").removeprefix("grad_"), "float32")]
+        fixed = "constexpr" if p.removeprefix("grad_") in known else "i32"
+        types[p] = pointer if p.endswith("_ptr") else fixed
+    constants = {(i,): known[p.removeprefix("grad_")] for i, p in enumerate(params) if types[p] == "constexpr"}
+    aligned = [i for i, p in enumerate(params) if p.endswith("_ptr") or ("_stride_" in p and (i,) not in constants)]
     return types, constants, {(i,): [["tt.divisibility", 16]] for i in aligned}
 
 

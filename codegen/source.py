@@ -26,6 +26,10 @@ class KernelSource:
     plan: TilePlan
     region: AttentionRegion
 
+    def plan_of(self, kernel: str) -> TilePlan:  # noqa: ARG002 - a file of several kernels may have a plan for each
+        """The schedule of one kernel of the file."""
+        return self.plan
+
     @property
     def region_text(self) -> str:
         """The mathematics."""

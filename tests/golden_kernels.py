@@ -1,6 +1,6 @@
 """The golden kernels: complete generated files, where a reviewer sees what a change of the generator changes.
 
-    python tests/golden_kernels.py        writes them again; `git diff tests/golden` then shows the change
+python tests/golden_kernels.py        writes them again; `git diff tests/golden` then shows the change
 """
 
 from __future__ import annotations
@@ -12,10 +12,12 @@ from kernels import tiles
 from regions import B, H, M, N, age, attention, b, causal, grouped, h, kv_idx, load, q_idx, score, times
 from regions import filled as filled_score
 
+from fusecomp.codegen.backward import emit_backward
 from fusecomp.codegen.emit import emit
 from fusecomp.ir.algebra import apply
 from fusecomp.ir.expr import Const, Expr, Load, Size, Var
 from fusecomp.ir.region import Access, AttentionRegion, Operand, Product
+from fusecomp.planning.backward import BackwardPlan, backward_plan
 from fusecomp.planning.tile import TilePlan
 
 FOLDER = Path(__file__).parent / "golden"
@@ -84,12 +86,17 @@ GOLDEN: dict[str, tuple[AttentionRegion, TilePlan]] = {
 }
 
 
+BACKWARD: dict[str, tuple[AttentionRegion, BackwardPlan]] = {
+    "causal_gqa_backward": (r := _attention(times(score, 0.125), causal, **grouped(3)), backward_plan(r)),
+}
+
+
 def text(name: str) -> str:
     """The golden file's text as the generator makes it now."""
-    return emit(*GOLDEN[name]).text
+    return emit_backward(*BACKWARD[name]).text if name in BACKWARD else emit(*GOLDEN[name]).text
 
 
 if __name__ == "__main__":
     FOLDER.mkdir(exist_ok=True)
-    for name in GOLDEN:
+    for name in (*GOLDEN, *BACKWARD):
         (FOLDER / f"{name}.py").write_text(text(name))

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
-from golden_kernels import paged
+from golden_kernels import BACKWARD, paged
 from kernels import TOLERANCE, Interpreter, poisoned, tiles
 from regions import (
     B,
@@ -27,7 +31,7 @@ from regions import (
     score,
     times,
 )
-from test_codegen import SIZES, normal, packed_projection, qkv
+from test_codegen import normal, packed_projection
 from test_reference import _two_products
 from torch import Tensor
 from variants import by_name
@@ -35,6 +39,7 @@ from variants import by_name
 from fusecomp.codegen.backward import emit_backward
 from fusecomp.codegen.backward_frame import GradientFrame
 from fusecomp.codegen.backward_launcher import learned
+from fusecomp.codegen.compiled import cross_compile
 from fusecomp.codegen.derivative import d_score
 from fusecomp.codegen.emit import emit
 from fusecomp.errors import KernelError
@@ -44,7 +49,15 @@ from fusecomp.ir.reference import bind, evaluate, masked_logits, product_scores
 from fusecomp.ir.region import Access, AttentionRegion
 from fusecomp.planning.backward import BackwardPlan, backward_plan
 
+SIZES = {"B": 2, "H": 3, "M": 23, "N": 37}
 SOFT = times(apply("tanh", apply("div", scaled_score, Const(2.0))), 2.0)
+
+
+def qkv(
+    d: int, dv: int = 0, m: int = 23, n: int = 37, heads: int = 3, kv: int = 0, dtype: str = "float32"
+) -> list[Tensor]:
+    shapes = [(2, heads, m, d), (2, kv or heads, n, d), (2, kv or heads, n, dv or d)]
+    return [normal(*shape, dtype=getattr(torch, dtype)) for shape in shapes]
 
 
 def small(region: AttentionRegion, block_m: int = 16, block_n: int = 32) -> BackwardPlan:
@@ -135,7 +148,7 @@ def test_grouped_heads(interpreter: Interpreter, heads: int, kv: int) -> None:
 def test_slopes_of_grouped_heads(interpreter: Interpreter) -> None:
     s = apply("add", scaled_score, apply("mul", age, apply("mul", load(0, h), load(1, q_idx))))
     region = attention(s, causal, loads=[((H,), "float32"), ((M,), "float32")], **grouped(3, 2))
-    agree(interpreter, region, [*qkv(16, heads=6, kv=2), normal(6), normal(37)], {**SIZES, "H": 6})
+    agree(interpreter, region, [*qkv(16, heads=6, kv=2), normal(6), normal(23)], {**SIZES, "H": 6})
 
 
 def test_one_key_head(interpreter: Interpreter) -> None:
@@ -155,13 +168,13 @@ def test_head_sizes(interpreter: Interpreter, d: int, dv: int) -> None:
 def test_half_precision(interpreter: Interpreter, dtype: str) -> None:
     bias = load(0, b, h, q_idx, kv_idx, dtype=dtype)
     region = attention(apply("add", scaled_score, bias), causal, loads=[((B, H, M, N), dtype)], dtype=dtype)
-    args = [*qkv(16, dtype=dtype), normal(2, 3, 37, 53, dtype=getattr(torch, dtype))]
+    args = [*qkv(16, dtype=dtype), normal(2, 3, 23, 37, dtype=getattr(torch, dtype))]
     agree(interpreter, region, args, SIZES)
 
 
 def test_one_batch_axis(interpreter: Interpreter) -> None:
     region = attention(scaled_score, causal, batch=(b,))
-    agree(interpreter, region, [normal(2, 37, 16), normal(2, 53, 16), normal(2, 53, 16)], SIZES)
+    agree(interpreter, region, [normal(2, 23, 16), normal(2, 37, 16), normal(2, 37, 16)], SIZES)
 
 
 def test_two_products(interpreter: Interpreter) -> None:
@@ -196,7 +209,7 @@ def test_saved_lse(interpreter: Interpreter) -> None:
     expected = torch.logsumexp(masked_logits(region, env)[0], -1)
     for pack in (1, 3):
         source = emit(region, tiles(region, 32, 32, pack=pack), saves_lse=True)
-        out, lse = torch.empty(2, 6, 37, 16), torch.empty(2, 6, 37)
+        out, lse = torch.empty(2, 6, 23, 16), torch.empty(2, 6, 23)
         *_, lse = interpreter.launch(source, out, args, [sizes[n] for n in region.sizes], lse)
         torch.testing.assert_close(lse.double(), expected, rtol=1e-5, atol=1e-5)
 
@@ -247,3 +260,39 @@ def test_plans_fit(d: int) -> None:
     plan = backward_plan(region, smem=101_376)
     assert plan.queries.block_n >= 16
     assert plan.keys.block_m >= 16
+
+
+# ----------------------------------------------------------------------------------------------------------------
+# Generated files
+
+
+@pytest.mark.parametrize("kernel", ["row_products", "query_gradient", "key_gradients"])
+@pytest.mark.parametrize("arch", [80, 90])
+def test_compiles_without_a_gpu(arch: int, kernel: str) -> None:
+    info = cross_compile(emit_backward(*BACKWARD["causal_gqa_backward"]), arch, kernel)
+    assert info.shared <= {80: 166_912, 90: 232_448}[arch]
+    if arch == 90:
+        assert info.spills in (0, None)
+
+
+def test_a_generated_file_checks_itself(tmp_path: Path) -> None:
+    region = attention(SOFT, causal)
+    source = emit_backward(region, small(region, 64, 64))
+    path = tmp_path / f"{source.name}.py"
+    path.write_text(source.text)
+    env = {**os.environ, "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run([sys.executable, str(path)], env=env, capture_output=True, text=True)
+    assert "agrees with PyTorch" in done.stdout, done.stderr
+    assert "launch(out, tensors, sizes, lse)" in emit(region, tiles(region), saves_lse=True).text
+
+
+def test_what_both_need_is_computed_once() -> None:
+    body = emit_backward(REGIONS["soft_cap"], small(REGIONS["soft_cap"])).text.partition("def launch")[0]
+    assert "d_score = p * (d_p - delta) * (1.0 - tanh_score * tanh_score)" in body
+    assert body.count("tanh_score = ") == 4  # a full and an edge tile, in two kernels
+
+
+def test_the_key_says_what_the_text_depends_on() -> None:
+    region = REGIONS["causal"]
+    assert emit_backward(region, small(region)).key != emit_backward(region, small(region, 32)).key
+    assert emit(region, tiles(region), saves_lse=True).key != emit(region, tiles(region)).key

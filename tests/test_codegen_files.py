@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from golden_kernels import FOLDER, GOLDEN, paged, text
+from golden_kernels import BACKWARD, FOLDER, GOLDEN, paged, text
 from kernels import tiles
 from regions import N, attention, b, causal, h, kv_idx, load, q_idx, scaled_score, score, times
 from test_codegen import substituted
@@ -39,13 +39,13 @@ HALF = attention(times(score, 0.125), causal, d=64, dtype="bfloat16")
 # Text
 
 
-@pytest.mark.parametrize("name", GOLDEN)
+@pytest.mark.parametrize("name", [*GOLDEN, *BACKWARD])
 def test_golden(name: str) -> None:
     assert (FOLDER / f"{name}.py").read_text() == text(name), "run `python tests/golden_kernels.py` and read the diff"
 
 
 def test_goldens_are_all_there() -> None:
-    assert {p.stem for p in FOLDER.glob("*.py")} == set(GOLDEN)
+    assert {p.stem for p in FOLDER.glob("*.py")} == {*GOLDEN, *BACKWARD}
 
 
 @pytest.mark.parametrize("variant", VARIANTS, ids=lambda v: v.name)
