@@ -139,8 +139,8 @@ class GradientFrame(Frame):
 
     def key_access(self, a: Access) -> tuple[Expr, ...]:
         """The index of K or V in the axes of a program: h // 3 = h_group."""
-        first = {v: apply("mul", _grouped(v, n), Const(n)) for v, n in self.shares.items() if n > 1}
-        return tuple(substitute(e, dict(first)) for e in a.index)
+        first: dict[Expr, Expr] = {v: apply("mul", _grouped(v, n), Const(n)) for v, n in self.shares.items() if n > 1}
+        return tuple(substitute(e, first) for e in a.index)
 
 
 def replace_skeleton(frame: Frame) -> Frame:
@@ -228,8 +228,8 @@ def digits(e: Expr) -> frozenset[Var]:
     moving = {m: c for m, c in poly(e).items() if any(variables(f) for f in m)}
     if len(moving) == 1:
         ((monomial, _),) = moving.items()
-        found = [f for f in monomial if variables(f)]
-        return frozenset(found) if len(found) == 1 and isinstance(found[0], Var) else frozenset()
+        factors = [f for f in monomial if variables(f)]
+        return frozenset(f for f in factors if isinstance(f, Var)) if len(factors) == 1 else frozenset()
     for v in (x for x in parts(e) if isinstance(x, Var)):
         if apply("mod", e, v.size) == v:
             return frozenset({v}) | digits(apply("floordiv", e, v.size))

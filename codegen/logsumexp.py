@@ -10,7 +10,7 @@ from fusecomp.codegen.printer import triton_text
 from fusecomp.codegen.program import stored_rows
 from fusecomp.errors import KernelError
 from fusecomp.ir.algebra import substitute
-from fusecomp.ir.expr import Const, Size
+from fusecomp.ir.expr import Const, Expr, Size
 from fusecomp.ir.region import AttentionRegion
 
 Lines = list[str]
@@ -37,6 +37,6 @@ def store_lse(frame: Frame) -> Lines:
 
 def sample_lse(region: AttentionRegion, sizes: dict[str, int]) -> str:
     """Memory for the lse of a file's sample."""
-    known = {Size(name): Const(n) for name, n in sizes.items()}
-    shape = ", ".join(str(substitute(v.size, dict(known))) for v in (*region.batch, region.q_idx))
+    known: dict[Expr, Expr] = {Size(name): Const(n) for name, n in sizes.items()}
+    shape = ", ".join(str(substitute(v.size, known)) for v in (*region.batch, region.q_idx))
     return f"lse = torch.empty([{shape}], dtype=torch.float32)"
