@@ -58,7 +58,7 @@ def _divided_choice(op: str, a: Expr, b: Expr) -> Expr | None:
 def _fold(op: str, args: tuple[Expr, ...]) -> Expr:
     kinds = {kind(a) for a in args}
     dtype = torch.float64 if "float" in kinds else torch.int64
-    values = [torch.tensor(a.value, dtype=torch.bool if kind(a) == "bool" else dtype) for a in args]  # type: ignore[attr-defined]
+    values = [torch.tensor(a.value, dtype=torch.bool if kind(a) == "bool" else dtype, device="cpu") for a in args]  # type: ignore[attr-defined]
     value = PRIMITIVES[op].evaluate(*values).item()
     return Const(bool(value)) if PRIMITIVES[op].kind == "bool" else const(value)
 
@@ -195,7 +195,7 @@ def _mod(a: Expr, b: Expr) -> Expr:
 def cast(x: Expr, dtype: str) -> Expr:
     """x rounded to dtype: constants at once, and never where it changes nothing."""
     if isinstance(x, Const):
-        value = torch.tensor(x.value, dtype=torch.float64 if isinstance(x.value, float) else None)
+        value = torch.tensor(x.value, dtype=torch.float64 if isinstance(x.value, float) else None, device="cpu")
         return const(value.to(getattr(torch, dtype)).item())
     if kind(x) == "int" and dtype in ("int64", "int32"):
         return x
