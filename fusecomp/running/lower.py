@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -68,9 +68,10 @@ def lower(
         with contextlib.suppress(PlanError):
             tiles = plan(region, sizes)
         return Lowered(f"{region.key}-cpu", cpu.lower(region), "cpu", tiles)
-    tiles = plan(region, sizes)
+    tiles = planned(match, sizes)
     if options.tune > 1 and device.type == "cuda":
-        tiles = tuned(region, sizes, options.tune, trial(match, sizes, device), machine(device))
+        run = trial(match, sizes, device)
+        tiles = tuned(region, sizes, options.tune, run, machine(device), described(match, tiles))
     if not learned:
         source, launch = generate(match, tiles)
         return Lowered(key_of(source), launch, "triton", source.plan, source)
@@ -79,6 +80,21 @@ def lower(
     except KernelError as error:
         source, launch = generate(match, tiles)
         return Lowered(key_of(source), launch, "triton", source.plan, source, why_no_backward=str(error))
+
+
+def planned(match: Match, sizes: Mapping[str, int]) -> TilePlan:
+    """The plan of a region whose K and V lie as they do in the graph."""
+    tiles = plan(match.region, sizes)
+    if tiles.loads == "descriptor" and not described(match, tiles):
+        return plan(match.region, sizes, describable=False)
+    return tiles
+
+
+def described(match: Match, tiles: TilePlan) -> bool:
+    """Whether tensor descriptors can hold K and V of these strides on this device."""
+    strides = [example_of(n.meta["val"])[1] for n in match.inputs]
+    pointers = replace(tiles, loads="pointer")
+    return choose(match.region, pointers, current().arch, strides).loads == "descriptor"
 
 
 def on_cpu(device: torch.device, options: Options) -> bool:
@@ -111,9 +127,8 @@ def key_of(source: KernelSource) -> str:
 
 
 def generate(match: Match, tiles: TilePlan, saves_lse: bool = False) -> tuple[KernelSource, Launch]:
-    """The kernel of a plan, and what launches it; K and V through descriptors where the device and they allow it."""
-    strides = [example_of(n.meta["val"])[1] for n in match.inputs]
-    source = emit(match.region, choose(match.region, tiles, current().arch, strides), saves_lse)
+    """The kernel of a plan, and what launches it."""
+    source = emit(match.region, tiles, saves_lse)
     return source, load(source, cache.directory("kernels")).launch
 
 

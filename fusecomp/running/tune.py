@@ -19,13 +19,15 @@ log = logging.getLogger(__name__)
 
 SECONDS = 2.0
 """Time on the device that one kernel may be measured for, compiling not counted."""
-TILE = ("block_m", "block_n", "warps", "stages", "pack")
+TILE = ("block_m", "block_n", "warps", "stages", "pack", "loads")
 
 
-def best_plans(region: AttentionRegion, sizes: Mapping[str, int], count: int) -> list[TilePlan]:
+def best_plans(
+    region: AttentionRegion, sizes: Mapping[str, int], count: int, describable: bool = True
+) -> list[TilePlan]:
     """The planner's `count` best tiles that fit, the best first."""
-    first = plan(region, sizes)
-    ranked = [r for r in rows(region, dict(coarse(sizes))) if "needs" not in r.reason]
+    first = plan(region, sizes, describable=describable)
+    ranked = [r for r in rows(region, dict(coarse(sizes)), describable=describable) if "needs" not in r.reason]
     others = [replace(first, **{f: getattr(r.tile, f) for f in TILE}, cost=r.cost) for r in ranked]
     seen = {_tile(p): p for p in [first, *others]}
     return list(seen.values())[:count]
@@ -41,9 +43,13 @@ def tuned(
     count: int,
     run: Callable[[TilePlan], Callable[[], object]],
     machine: str,
+    describable: bool = True,
 ) -> TilePlan:
-    """The fastest of the `count` best plans. `run(plan)` compiles one and returns what launches it."""
-    plans = best_plans(region, sizes, count)
+    """The fastest of the `count` best plans. `run(plan)` compiles one and returns what launches it.
+
+    `describable`: whether K and V, as they lie, fit in tensor descriptors.
+    """
+    plans = best_plans(region, sizes, count, describable)
     name = cache.digest("tune", region.key, coarse(sizes), count, machine, [_tile(p) for p in plans])
     path = cache.directory("tuned") / f"{name}.json"
     known = (cache.read_json(path) or {}).get("tile")
