@@ -7,6 +7,7 @@ import re
 from collections import defaultdict
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -168,15 +169,17 @@ def unbacked(v: Any) -> bool:
     return any(s not in env.var_to_range or str(s).startswith(("u", "zuf")) for s in v.node.expr.free_symbols)
 
 
+TORCH = str(Path(torch.__file__).parent)
 FRAME = re.compile(r'File "([^"]+)", line (\d+), in [^\n]*\n\s*([^\n]*)')
 
 
 def place(node: Node) -> Place:
-    """The user's line that a node came from: the innermost frame of its stack trace."""
+    """The user's line that a node came from: the innermost frame of its stack trace that is not PyTorch's own."""
     frames = FRAME.findall(node.meta.get("stack_trace") or "")
     if not frames:
         return Place()
-    path, line, source = frames[-1]
+    outside = [f for f in frames if not f[0].startswith(TORCH)]
+    path, line, source = (outside or frames)[-1]
     return Place(f"{path}:{line}", source.strip())
 
 
