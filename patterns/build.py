@@ -13,7 +13,7 @@ from fusecomp.ir.algebra import ZERO, const
 from fusecomp.ir.expr import Const, Expr, Load, Reduce, Score, Var, parts, transform
 from fusecomp.ir.region import Access, AttentionRegion, Operand, Product
 from fusecomp.patterns.lift import Decline, Lift
-from fusecomp.patterns.masks import Masked, sees_a_key, sees_nothing, split
+from fusecomp.patterns.masks import Masked, oriented, sees_a_key, sees_nothing, split
 from fusecomp.patterns.naming import Lengths, SizeSource, memory_order, operand_names, renamed
 from fusecomp.patterns.products import Found, Pair, score_products, value_access
 from fusecomp.patterns.reasons import called
@@ -118,7 +118,7 @@ def bind(
 
     def named(e: Expr) -> Expr:
         e = transform(e, score_of.get)
-        return transform(e, lambda x: renamed(x, names, sizes))
+        return oriented(transform(e, lambda x: renamed(x, names, sizes)))
 
     def access(x: Load) -> Access:
         return Access(names[x.tensor], tuple(map(named, x.index)))

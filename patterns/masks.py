@@ -10,8 +10,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from fusecomp.ir.algebra import FALSE, TRUE, ZERO, apply, const, substitute
-from fusecomp.ir.expr import Apply, Const, Expr, Var, kind
+from fusecomp.ir.algebra import COMPARE, FALSE, TRUE, ZERO, apply, const, substitute
+from fusecomp.ir.expr import Apply, Const, Expr, Var, kind, transform, variables
+from fusecomp.ir.poly import from_poly, poly
 
 INF = float("inf")
 ABSORBING = -6e4
@@ -81,6 +82,37 @@ def conjuncts(c: Expr) -> tuple[Expr, ...]:
         case Apply("gt" | "ge" as op, (w, Apply("abs", (x,)))) if kind(x) == "int":
             return (apply(op, w, x), apply(op, w, apply("neg", x)))
     return () if c == TRUE else (c,)
+
+
+def oriented(e: Expr) -> Expr:
+    """`e` with its comparisons of positions in one form, so that equal masks read alike: q_idx >= kv_idx,
+    q_idx - kv_idx < W, kv_idx < L, kv_idx >= L."""
+    return transform(e, _oriented)
+
+
+def _oriented(e: Expr) -> Expr | None:
+    match e:
+        case Apply(op, (a, b)) if op in COMPARE and "kv_idx" in variables(e) and kind(a) == kind(b) == "int":
+            sign, strict = COMPARE[op]
+        case _:
+            return None
+    slack = poly(apply("sub", apply("mul", const(sign), apply("sub", b, a)), const(strict)))  # e <=> slack >= 0
+    places = {m[0].name: (m, c) for m, c in slack.items() if len(m) == 1 and isinstance(m[0], Var)}
+    one = {name: c for name, (_, c) in places.items() if name in ("q_idx", "kv_idx")}
+    rest = from_poly({m: c for m, c in slack.items() if m not in [places[name][0] for name in one]})
+    if {"q_idx", "kv_idx"} & variables(rest):
+        return None
+    at = {name: places[name][0][0] for name in one}
+    match one:
+        case {"q_idx": 1, "kv_idx": -1}:
+            return Apply("ge", (apply("add", at["q_idx"], rest), at["kv_idx"]))
+        case {"q_idx": -1, "kv_idx": 1}:
+            return Apply("lt", (apply("sub", at["q_idx"], at["kv_idx"]), apply("add", rest, const(1))))
+        case {"kv_idx": -1} if len(one) == 1:
+            return Apply("lt", (at["kv_idx"], apply("add", rest, const(1))))
+        case {"kv_idx": 1} if len(one) == 1:
+            return Apply("ge", (at["kv_idx"], apply("neg", rest)))
+    return None
 
 
 def sees_a_key(keep: tuple[Expr, ...], q_idx: Var, kv_idx: Var) -> bool:

@@ -279,6 +279,12 @@ def full(lift: Lift, node: Node, index: Index) -> Expr:
     return retyped(lift.scalar(given), dtype(node))
 
 
+@rule("eye")
+def identity(lift: Lift, node: Node, index: Index) -> Expr:
+    """1 on the diagonal"""
+    return retyped(apply("eq", *index), dtype(node))
+
+
 @rule("tril", "triu")
 def triangle(lift: Lift, node: Node, index: Index) -> Expr:
     """tril(x, k)[i, j] = x[i, j] if j - i <= k else 0"""

@@ -99,8 +99,12 @@ def _least(factor: Expr, c: int) -> Poly:
             return {} if c >= 0 else _at_least_one(plus(poly(size), {(): 1}, -1))
         case Size():
             return {(): 1, (factor,): 1}
-        case Apply("floordiv" | "mod") if c >= 0:
+        case Apply("floordiv" | "mod" | "abs") if c >= 0:
             return {}
+        case Apply("max", (_, Const(int(k)))) if c >= 0:
+            return {(): k}
+        case Apply("min", (_, Const(int(k)))) if c < 0:
+            return {(): k}
         case Apply("where", (Apply("lt", (i, Const(0))), _, j)) if i == j and c >= 0:
             return {}  # an index counted from the end where it is negative: the tensor has that element
         case Apply("mod", (_, m)):

@@ -1,0 +1,97 @@
+"""Every program of the corpora gives eager's value, and is fused where it should be."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from corpus import dense, masked, packed, paged, score, spelled, twins, written
+
+from fusecomp import backend
+from fusecomp.report import Entry
+
+ROOT = Path(__file__).parent
+TABLES = (dense, paged, spelled, masked, packed, written, twins)
+
+QUICK = {
+    "mul_scale", "exp_over_sum", "einsum_bqhd", "k_permuted_straight_equal_axes", "bmm_scaled", "diffusers_baddbmm",
+    "two_layers", "checkpointed", "gqa_repeat_kv", "additive_causal_after_mul", "triu_of_minus_inf",
+    "gpt2_where_finfo_min", "causal_bottom_right", "window_on_both_sides", "key_lengths", "padding_times_minus_1e4",
+    "dead_row_nan_to_num", "dead_row_finfo_min", "nan_in_one_key_under_causal", "alibi_from_arange", "sink_logit",
+    "relative_bias_table", "hf_gpt_oss_eager", "hf_opt_eager", "mla_latent", "multi_head_attention_forward",
+    "autocast_bfloat16", "weights_escape", "softmax_over_queries", "cumsum_over_keys", "table_index", "slot_index",
+    "head_major_pages", "ragged_queries", "float8_pages", "latent_pages", "write_slots_then_read",
+    "empty_sequence_guarded",
+}  # fmt: skip
+"""Of dense and paged, what every run takes; the rest is slow."""
+INTERPRETED = "mul_scale,gqa_repeat_kv,causal_bottom_right,dead_row_finfo_min,sink_logit,two_index,slot_index"
+
+
+def options(*arguments: str) -> Any:
+    return score.parse(["--option", "inner=eager", *arguments])
+
+
+def cases(*tables: Any) -> Iterator[Any]:
+    for table in tables:
+        for case in table.CASES:
+            quick = table not in (dense, paged) or case.name in QUICK
+            name = f"{table.__name__.rpartition('.')[2]}-{case.name}"
+            yield pytest.param(case, id=name, marks=() if quick else pytest.mark.slow)
+
+
+def check(case: Any, result: Any, heard: list[Entry]) -> None:
+    """Right, fused as often as expected, or declined with the reason expected and a line of the program."""
+    assert result.verdict == "right", f"{result.detail}: error {result.error:.1e} of {result.budget:.1e}"
+    if case.expect == "fuse":
+        assert result.fused >= getattr(case, "count", 1)
+    if case.expect == "decline":
+        assert result.fused == 0
+    if reason := getattr(case, "reason", ""):
+        assert any(reason in e.reason for e in heard), [e.reason for e in heard]
+        assert all(e.where and e.source for e in heard)
+
+
+@pytest.mark.parametrize("case", cases(*TABLES))
+def test_case_is_right(case: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    heard: list[Entry] = []
+    monkeypatch.setattr(backend, "_listeners", [heard])
+    check(case, score.score(case, score_name(case), options()), heard)
+
+
+def score_name(case: Any, which: int = 0) -> str:
+    return str(case.dtypes[which]).removeprefix("torch.")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("setting", [("--train",), ("--dynamic", "true", "--sizes", "1,2"), ()], ids=" ".join)
+@pytest.mark.parametrize("case", [p for t in TABLES for p in cases(t)])
+def test_case_is_right_in_every_setting(case: Any, setting: tuple[str, ...]) -> None:
+    for which in range(len(case.dtypes)):
+        result = score.score(case, score_name(case, which), options(*setting))
+        assert result.verdict == "right", result.detail
+        if case.expect == "fuse":
+            assert result.fused
+
+
+def interpret(*arguments: str) -> str:
+    """The generated kernels themselves, in Triton's interpreter, which a process takes up when it starts."""
+    command = [sys.executable, str(ROOT / "corpus" / "score.py"), "--option", "inner=eager", "--strict", *arguments]
+    env = {**os.environ, "TRITON_INTERPRET": "1"}
+    done = subprocess.run(command, capture_output=True, text=True, env=env, cwd=ROOT, check=False)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    return done.stdout
+
+
+def test_kernels_in_the_interpreter() -> None:
+    out = interpret("--only", INTERPRETED)
+    assert "wrong 0, errors 0" in out
+
+
+@pytest.mark.slow
+def test_every_kernel_in_the_interpreter() -> None:
+    assert "wrong 0, errors 0" in interpret()
