@@ -13,6 +13,7 @@ import pytest
 from corpus import dense, masked, packed, paged, score, spelled, twins, written
 
 from fusecomp import backend
+from fusecomp.pipeline import Compilation
 from fusecomp.report import Entry
 
 ROOT = Path(__file__).parent
@@ -58,9 +59,9 @@ def check(case: Any, result: Any, heard: list[Entry]) -> None:
 
 @pytest.mark.parametrize("case", cases(*TABLES))
 def test_case_is_right(case: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    heard: list[Entry] = []
+    heard: list[Compilation] = []
     monkeypatch.setattr(backend, "_listeners", [heard])
-    check(case, score.score(case, score_name(case), options()), heard)
+    check(case, score.score(case, score_name(case), options()), [e for c in heard for e in c.entries])
 
 
 def score_name(case: Any, which: int = 0) -> str:

