@@ -13,6 +13,7 @@ import logging
 import os
 import stat
 import tempfile
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -27,9 +28,15 @@ def directory(name: str) -> Path:
     try:
         return secured(cache_dir() / name)
     except (OSError, CacheError) as error:
-        fallback = Path(tempfile.gettempdir()) / f"fusecomp-{os.getuid()}-{os.getpid()}" / name
-        log.warning("the cache %s cannot be used (%s); this process uses %s", cache_dir() / name, error, fallback)
-        return secured(fallback)
+        return secured(instead(cache_dir(), str(error)) / name)
+
+
+@lru_cache
+def instead(chosen: Path, error: str) -> Path:
+    """A private temporary folder for this process, and one warning."""
+    fallback = Path(tempfile.mkdtemp(prefix="fusecomp-"))
+    log.warning("the cache %s cannot be used (%s); this process uses %s", chosen, error, fallback)
+    return fallback
 
 
 def secured(path: Path) -> Path:

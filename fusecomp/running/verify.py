@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -73,14 +74,23 @@ def verify(
     examples = [example_of(n.meta["val"]) for n in match.inputs]
     name = cache.digest(VERSION, kernel, match.region.key, fingerprint(match), examples, dict(sizes), machine(device))
     path = cache.directory("verdicts") / f"{name}.json"
-    if (known := cache.read_json(path)) is not None and set(known) == set(Verdict.__dataclass_fields__):
-        return Verdict(**known)
+    if (known := kept(path)) is not None:
+        return known
     verdict = judge(compare(match, launch, sizes, device, backward), match.region.out_dtype)
     if verdict.passed and backward is not None:
         verdict = judge_gradients(match, launch, backward, sizes, device) or verdict
     if verdict.passed:  # a failure is looked into again: it may have been mended since
         cache.write_json(path, asdict(verdict))
     return verdict
+
+
+def kept(path: Path) -> Verdict | None:
+    """The verdict in a file; None where there is none, or something else."""
+    found = cache.read_json(path) or {}
+    wanted = {"passed": bool, "error": float, "budget": float, "against": str, "detail": str}
+    if set(found) != set(wanted) or not all(isinstance(found[k], t) for k, t in wanted.items()):
+        return None
+    return Verdict(**found)
 
 
 def machine(device: torch.device) -> str:
