@@ -15,18 +15,20 @@ import sympy
 from sympy import Max, Min, ceiling, floor
 
 FITTED = {
-    "SETUP": 2.4e-6,  # s: a program's start and its last stores
-    "DESCRIBE": 3e-6,  # s: more of a program's start where it makes descriptors
-    "TILE": 130e-9,  # s: barriers of one tile, and the way of two products through the tensor cores
-    "WAIT": 480e-9,  # s: a late load of one tile, with one tile of lookahead; falls with its square
-    "MEET": 0.14,  # part of the time that two groups of warps of one program wait for each other
-    "FMA_PAIR": 2.0,  # FMA slots a pair: scale and subtract, max, sum, convert, less what hides in other slots
+    "SETUP": 3.87e-6,  # s: a program's start and its last stores
+    "DESCRIBE": 2.33e-6,  # s: more of a program's start where it makes descriptors
+    "WAIT": 428e-9,  # s: a late load of one tile, with one tile of lookahead; two are enough
+    "WAIT_DESCRIBED": -284e-9,  # s: the same, more through descriptors
+    "MEET": 0.231,  # part of the time that two groups of warps of one program wait for each other
+    "FMA_PAIR": 0.812,  # FMA slots a pair: scale and subtract, max, sum, convert, less what hides in other slots
     "SFU_PAIR": 1.0,  # the exponential
-    "FMA_VECTOR": 3.0,  # FMA slots for each 16 bytes that a thread loads of K and V itself: addresses, masks
-    "FMA_ROW": 120,  # FMA slots a row of a tile: maximum and sum over the four threads that hold it, the new state
-    "SFU_ROW": 4,  # the rescaling exponential, in each of the four threads
-    "TEST_PAIR": 8,  # FMA slots a pair of a tile that tests its mask: positions, comparison, selection
-    "L2_SHARE": 0.43,  # of the ports' 64 B a clock that L2 really delivers
+    "TURN": 14.9,  # times that a float32 V takes to be written turned: its words share banks
+    "FMA_VECTOR": 6.75,  # FMA slots for each 16 bytes that a thread loads of K and V itself: addresses, masks
+    "FMA_ROW": 236,  # FMA slots a row of a tile: maximum and sum over the four threads that hold it, the new state
+    "SFU_ROW": 4.97,  # the rescaling exponential, in each of the four threads
+    "TEST_PAIR": 1,  # FMA slots a pair of a tile that tests its mask: positions, comparison, selection
+    "L2_SHARE": 0.456,  # of the ports' 64 B a clock that L2 really delivers
+    "L2_DESCRIBED": 0.163,  # more of it through descriptors
     "L2_USABLE": 0.6,  # of L2 before K and V wash each other out
     "HBM_LATENCY": 0.9e-6,  # s: one load under full traffic
     "SYNC_MMA": 0.62,  # of the peak that mma.sync reaches where wgmma or tcgen05 set the peak
@@ -36,9 +38,10 @@ FITTED = {
     "REG_SPLIT": 26,  # where D is two chunks: addresses and Q's second part
     "REG_SUM": 1.2,  # a float32 sum of the accumulator, and its copies while it is rescaled
     "REG_PAIR": 1.06,  # a pair's score in float32, then its probability in half precision
+    "REG_PAIR_DESCRIBED": 0.19,  # more of a pair where descriptors leave the compiler room to overlap its tiles
     "REG_DOT": 0.2,  # a pair's operands in a float32 product, for each of its first 64 terms
     "REG_VECTOR": 1.67,  # one 64-bit address for each 16 bytes that a thread loads of K and V, some shared
-    "SPILL": 2.9,  # times that a spilled register is stored and loaded in a tile
+    "SPILL": 5.06,  # times that a spilled register is stored and loaded in a tile
     "SMEM_RESERVED": 1024,  # B: what the driver takes of each program
 }
 """The only numbers that no data sheet gives. Registers: fitted on generated kernels compiled for sm_90. Times: on the
@@ -52,7 +55,9 @@ def _symbols(names: str) -> list[Any]:
 # The tile and the schedule
 BLOCK_M, BLOCK_N, WARPS, STAGES, PACK = _symbols("BLOCK_M BLOCK_N WARPS STAGES PACK")
 # The region: D and DV as Triton holds them, WIDTH in bytes; bytes of a row of Q, K, V, O; work and bytes of a pair
-D, DV, CHUNK, WIDTH, Q_ROW, K_ROW, V_ROW, O_ROW = _symbols("D DV CHUNK WIDTH Q_ROW K_ROW V_ROW O_ROW")
+D, DV, CHUNK, WIDTH, Q_ROW, K_ROW, V_ROW, O_ROW = _symbols(
+    "D DV CHUNK WIDTH Q_ROW K_ROW V_ROW O_ROW"
+)
 FMA, SFU, TEST, LOAD, LOAD_UNIQUE, PASSES = _symbols("FMA SFU TEST LOAD LOAD_UNIQUE PASSES")
 # The launch: heads over the batch, lengths, tiles visited and tested by one head, keys reached by any query
 HEADS, KV_HEADS, M, N, TILES, TESTED, REACHED = _symbols("HEADS KV_HEADS M N TILES TESTED REACHED")
@@ -65,12 +70,12 @@ MMA_RATE, SFU_RATE, FMA_RATE, SMEM_RATE, L2_RATE, HBM_RATE, L2, LAUNCH = _symbol
 SPLIT, WGMMA, SCRATCH, DOT, BARRIERS, MMA_ROWS, MMA_SHARE, DESC = _symbols(
     "SPLIT WGMMA SCRATCH DOT BARRIERS MMA_ROWS MMA_SHARE DESC"
 )
-SETUP, DESCRIBE, TILE, WAIT, MEET, SPILL, FMA_PAIR, SFU_PAIR, FMA_VECTOR, FMA_ROW, SFU_ROW, TEST_PAIR = _symbols(
-    "SETUP DESCRIBE TILE WAIT MEET SPILL FMA_PAIR SFU_PAIR FMA_VECTOR FMA_ROW SFU_ROW TEST_PAIR"
+SETUP, DESCRIBE, WAIT, WAIT_DESCRIBED, MEET, SPILL, FMA_PAIR, SFU_PAIR, TURN, FMA_VECTOR, FMA_ROW, SFU_ROW, TEST_PAIR = _symbols(
+    "SETUP DESCRIBE WAIT WAIT_DESCRIBED MEET SPILL FMA_PAIR SFU_PAIR TURN FMA_VECTOR FMA_ROW SFU_ROW TEST_PAIR"
 )
-L2_SHARE, L2_USABLE, HBM_LATENCY = _symbols("L2_SHARE L2_USABLE HBM_LATENCY")
-REG_BASE, REG_MASK, REG_SPLIT, REG_SUM, REG_PAIR, REG_DOT, REG_VECTOR, SMEM_RESERVED = _symbols(
-    "REG_BASE REG_MASK REG_SPLIT REG_SUM REG_PAIR REG_DOT REG_VECTOR SMEM_RESERVED"
+L2_SHARE, L2_DESCRIBED, L2_USABLE, HBM_LATENCY = _symbols("L2_SHARE L2_DESCRIBED L2_USABLE HBM_LATENCY")
+REG_BASE, REG_MASK, REG_SPLIT, REG_SUM, REG_PAIR, REG_PAIR_DESCRIBED, REG_DOT, REG_VECTOR, SMEM_RESERVED = _symbols(
+    "REG_BASE REG_MASK REG_SPLIT REG_SUM REG_PAIR REG_PAIR_DESCRIBED REG_DOT REG_VECTOR SMEM_RESERVED"
 )
 
 threads = WARPS * WARP
@@ -90,14 +95,15 @@ smem = sympy.Piecewise((unpipelined, STAGES < 2), (pipelined, True)) + BARRIERS
 # no matrix instruction does, an address for each 16 bytes loaded, the rest
 accumulator = BLOCK_M * DV / threads
 scores = BLOCK_M * BLOCK_N / threads
-vectors = (1 - DESC) * kv_tile / (16 * threads)
+turned = WGMMA * Min(1, Max(0, WIDTH - 2))  # wgmma wants float32 V turned: it comes 4 bytes at a time
+vectors = (1 - DESC) * WIDTH * BLOCK_N * (D + DV * (1 + 3 * turned)) / (16 * threads)
 operand = (1 - WGMMA) * (1 - DOT) * WIDTH * 16 * BLOCK_N / (4 * WARP)  # mma.sync holds 16 rows of K or V itself
 registers = (
     REG_SUM * accumulator
-    + (REG_PAIR + DOT * REG_DOT * Min(D, 64)) * scores
+    + (REG_PAIR + DESC * REG_PAIR_DESCRIBED + turned + DOT * REG_DOT * Min(D, 64)) * scores
     + REG_VECTOR * vectors
     + REG_MASK * Min(3, TEST + FMA + SFU)
-    + REG_SPLIT * Min(1, D + DV - Min(D + DV, 2 * CHUNK))
+    + REG_SPLIT * (1 - DESC) * Min(1, D + DV - Min(D + DV, 2 * CHUNK))
     + operand
     + REG_BASE
 )
@@ -145,13 +151,14 @@ hbm_unfused = (
 )
 
 # Seconds of each pipe, were it alone
+l2 = L2_RATE * (L2_SHARE + DESC * L2_DESCRIBED)
 mma_s = flops / (MMA_RATE * MMA_SHARE)
 sfu_s = sfu_work / SFU_RATE
 fma_s = fma_work / FMA_RATE
 row_groups = Max(1, BLOCK_M / MMA_ROWS)  # each reads every K and V operand from shared memory again
-smem_bytes = tiles * (kv_tile * (1 + row_groups) + WGMMA * row_groups * MMA_ROWS * WIDTH * D * Max(1, BLOCK_N / 256))
+smem_bytes = tiles * (kv_tile * (1 + row_groups) + turned * TURN * WIDTH * BLOCK_N * DV + WGMMA * row_groups * MMA_ROWS * WIDTH * D * Max(1, BLOCK_N / 256))
 smem_s = smem_bytes / SMEM_RATE
-l2_s = tiles * (BLOCK_N * (K_ROW + V_ROW) + LOAD * BLOCK_M * BLOCK_N) / (L2_RATE * L2_SHARE)
+l2_s = tiles * (BLOCK_N * (K_ROW + V_ROW) + LOAD * BLOCK_M * BLOCK_N) / l2
 flight = SMS * together * Max(1, STAGES - 1) * kv_tile / HBM_LATENCY  # B/s that the loads under way can bring (Little)
 hbm_s = hbm / Min(HBM_RATE, flight)
 spill_s = tiles * threads * 8 * SPILL * spilled / SMEM_RATE  # 4 B written and 4 B read, each time
@@ -161,15 +168,16 @@ spill_s = tiles * threads * 8 * SPILL * spilled / SMEM_RATE  # 4 B written and 4
 multiply_s = Max(mma_s, smem_s) + spill_s
 element_s = sfu_s + fma_s  # one warp issues both
 strips = 1 + (1 - WGMMA) * Max(0, MMA_ROWS / 16 - 1)  # with mma.sync, each 16 rows of a warp go their own way
-per_program = WARPS / 4 * strips
+per_program = WGMMA * Min(WARPS / 4, Max(1, BLOCK_M / 64)) + (1 - WGMMA) * WARPS / 4 * strips
 groups = together * per_program
 fill = q_tile + BLOCK_M * O_ROW + Max(1, STAGES - 1) * kv_tile  # B of a program's first loads and of its result
-fill_s = programs * fill / (L2_RATE * L2_SHARE)
-late = WAIT / Max(1, STAGES - 1) ** 2 + Max(0, 2 - STAGES) * HBM_LATENCY
-delay_s = per_program * ((SETUP + DESC * DESCRIBE) * programs + (TILE + late) * tiles) / SMS + fill_s
+fill_s = programs * fill / l2
+late = (WAIT + DESC * WAIT_DESCRIBED) * Max(0, 3 - STAGES) + Max(0, 2 - STAGES) * HBM_LATENCY
+delay_s = per_program * late * tiles / SMS + fill_s
+start_s = (SETUP + DESC * DESCRIBE) * rounds / together  # neighbours start together, so that nobody's work hides it
 busy = rounds * SMS / programs  # the busiest multiprocessor's share of the work over an even share
 moving_s = Max(hbm_s, l2_s * busy)
-launch_s = LAUNCH * (1 + Min(1, splits - 1)) + SETUP
+launch_s = LAUNCH * (1 + Min(1, splits - 1)) + start_s
 
 # The second page, in the results of the first: a closed queueing network. Reiser and Lavenberg's mean value analysis in
 # Schweitzer's form: who arrives finds the share (n - 1) / n of each pipe's mean queue.

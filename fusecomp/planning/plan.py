@@ -26,7 +26,7 @@ DECODE_ROWS, DECODE_KEYS = 16, 256
 """At most so many queries, and at least so many keys: the keys are split over programs."""
 SPILL_LIMIT = 64
 """Registers over the limit that a tile may need and still be tried; each costs time (`cost.spill_s`)."""
-TIE = 0.02
+TIE = 0.01
 """Times so near each other are one."""
 SIDES = (16, 32, 64, 128)
 
@@ -106,12 +106,15 @@ def skeleton(region: AttentionRegion, sizes: Mapping[str, int]) -> str:
 
 
 def candidates(launch: Launch, describable: bool = False) -> Iterator[Tile]:
-    """Every tile worth costing: a packed group fits in it, it is no taller than the rows, eight warps have work."""
+    """Every tile worth costing: a packed group fits in it, it is no taller than the rows, eight warps have work.
+
+    Descriptors fill what wgmma or tcgen05 reads, ahead of it."""
     ways = ("pointer", "descriptor") if describable and launch.describable else ("pointer",)
     pack = packed(launch.known.group) if launch.decode and launch.known.packs else 1
     tallest = max(16, power(launch.at.m * pack))
     for block_m, block_n, warps, stages, loads in product(SIDES, SIDES, (4, 8), (1, 2, 3, 4), ways):
-        if pack <= block_m <= tallest and (warps == 4 or block_m * block_n >= 64 * 64):
+        fits = pack <= block_m <= tallest and (warps == 4 or block_m * block_n >= 64 * 64)
+        if fits and (loads == "pointer" or (block_m >= 64 and stages > 1)):
             yield Tile(block_m, block_n, warps, stages, pack, loads)
 
 
