@@ -60,11 +60,12 @@ def test_there_is_always_a_plan_that_fits(workload: Workload, name: str, budget:
 
 
 def test_a_tight_budget_shrinks_the_tile() -> None:
-    areas = [
-        p.block_m * p.block_n * p.stages
-        for p in (plan_of(Workload(4096), budget=b) for b in (232_448, 100_000, 50_000, 20_000))
-    ]
-    assert areas == sorted(areas, reverse=True)
+    budgets = (232_448, 100_000, 50_000, 20_000)
+    plans = [plan_of(Workload(4096), budget=b) for b in budgets]
+    taken = [p.cost.smem_bytes for p in plans if p.cost]
+    areas = [p.block_m * p.block_n * p.stages for p in plans]
+    assert taken == sorted(taken, reverse=True)
+    assert all(t <= b for t, b in zip(taken, budgets, strict=True))
     assert areas[0] > areas[-1]
 
 
@@ -97,15 +98,36 @@ def test_identical_layers_get_identical_plans() -> None:
 @pytest.mark.parametrize(
     ("workload", "kinds"),
     [
-        (Workload(4096, 128, heads=16, batch=4), {(128, 128, 8, 3), (128, 32, 8, 4)}),
-        (Workload(4096, 128, heads=16, batch=4, causal=True), {(128, 128, 8, 3)}),
-        (Workload(18_000, 128, heads=8, causal=True), {(128, 128, 8, 3), (64, 64, 4, 3)}),
-        (Workload(4096, 64, heads=16, batch=4), {(128, 128, 4, 3), (128, 64, 8, 3), (128, 64, 8, 4)}),
+        (Workload(4096, 128, heads=16, batch=4), {(64, 64, 4, 3, "descriptor"), (128, 128, 8, 3, "descriptor")}),
+        (Workload(4096, 128, heads=16, batch=4, causal=True), {(64, 64, 4, 3, "descriptor")}),
+        (
+            Workload(18_000, 128, heads=8, causal=True),
+            {(128, 128, 8, 3, "descriptor"), (64, 64, 4, 3, "descriptor")},
+        ),
+        (Workload(4096, 64, heads=16, batch=4), {(64, 128, 4, 2, "descriptor"), (128, 128, 4, 3, "descriptor")}),
+        (Workload(4096, 256, heads=8, batch=2), {(128, 64, 8, 2, "descriptor")}),
+        (Workload(1024, 64, heads=16, batch=8), {(64, 64, 4, 3, "pointer"), (128, 64, 8, 3, "pointer")}),
     ],
 )
-def test_hopper_choices_are_those_that_measured_fastest(workload: Workload, kinds: set[tuple[int, ...]]) -> None:
+def test_hopper_choices_are_those_that_measured_fastest(workload: Workload, kinds: set[tuple[object, ...]]) -> None:
     p = plan_of(workload)
-    assert (p.block_m, p.block_n, p.warps, p.stages) in kinds
+    assert (p.block_m, p.block_n, p.warps, p.stages, p.loads) in kinds
+
+
+@pytest.mark.parametrize(
+    ("workload", "name", "describable"),
+    [
+        (Workload(4096), "h200", False),
+        (Workload(4096), "a100", True),
+        (Workload(4096, dtype="tf32"), "h200", True),
+        (Workload(4096, 100), "h200", True),  # rows of 200 B: no whole number of 16 B
+        (Workload(65536, m=1), "h200", True),
+    ],
+)
+def test_pointers_where_descriptors_cannot_be(workload: Workload, name: str, describable: bool) -> None:
+    p = planning.plan(workload.region, workload.sizes, device.find(name), describable=describable)
+    assert p.loads == "pointer"
+    assert {r.loads for r in p.rejected} == {"pointer"}
 
 
 @pytest.mark.parametrize(("d", "kinds"), [(64, {(128, 64, 4, 3)}), (128, {(128, 32, 4, 3), (128, 64, 4, 3)})])

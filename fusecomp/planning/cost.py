@@ -15,20 +15,20 @@ import sympy
 from sympy import Max, Min, ceiling, floor
 
 FITTED = {
-    "SETUP": 3.87e-6,  # s: a program's start and its last stores
-    "DESCRIBE": 2.33e-6,  # s: more of a program's start where it makes descriptors
-    "WAIT": 428e-9,  # s: a late load of one tile, with one tile of lookahead; two are enough
-    "WAIT_DESCRIBED": -284e-9,  # s: the same, more through descriptors
-    "MEET": 0.231,  # part of the time that two groups of warps of one program wait for each other
-    "FMA_PAIR": 0.812,  # FMA slots a pair: scale and subtract, max, sum, convert, less what hides in other slots
+    "SETUP": 4.21e-6,  # s: a program's start and its last stores
+    "DESCRIBE": 2.44e-6,  # s: more of a program's start where it makes descriptors
+    "WAIT": 324e-9,  # s: a late load of one tile, with one tile of lookahead; two are enough
+    "WAIT_DESCRIBED": -253e-9,  # s: the same, more through descriptors
+    "MEET": 0.169,  # part of the time that two groups of warps of one program wait for each other
+    "FMA_PAIR": 0.7,  # FMA slots a pair: scale and subtract, max, sum, convert, less what hides in other slots
     "SFU_PAIR": 1.0,  # the exponential
-    "TURN": 14.9,  # times that a float32 V takes to be written turned: its words share banks
-    "FMA_VECTOR": 6.75,  # FMA slots for each 16 bytes that a thread loads of K and V itself: addresses, masks
-    "FMA_ROW": 236,  # FMA slots a row of a tile: maximum and sum over the four threads that hold it, the new state
-    "SFU_ROW": 4.97,  # the rescaling exponential, in each of the four threads
-    "TEST_PAIR": 1,  # FMA slots a pair of a tile that tests its mask: positions, comparison, selection
-    "L2_SHARE": 0.456,  # of the ports' 64 B a clock that L2 really delivers
-    "L2_DESCRIBED": 0.163,  # more of it through descriptors
+    "TURN": 15.3,  # times that a float32 V takes to be written turned: its words share banks
+    "FMA_VECTOR": 9.13,  # FMA slots for each 16 bytes that a thread loads of K and V itself: addresses, masks
+    "FMA_ROW": 262,  # FMA slots a row of a tile: maximum and sum over the four threads that hold it, the new state
+    "SFU_ROW": 4.53,  # the rescaling exponential, in each of the four threads
+    "TEST_PAIR": 2,  # FMA slots a pair of a tile that tests its mask: positions, comparison, selection
+    "L2_SHARE": 0.474,  # of the ports' 64 B a clock that L2 really delivers
+    "L2_DESCRIBED": 0.146,  # more of it through descriptors
     "L2_USABLE": 0.6,  # of L2 before K and V wash each other out
     "HBM_LATENCY": 0.9e-6,  # s: one load under full traffic
     "SYNC_MMA": 0.62,  # of the peak that mma.sync reaches where wgmma or tcgen05 set the peak
@@ -41,7 +41,7 @@ FITTED = {
     "REG_PAIR_DESCRIBED": 0.19,  # more of a pair where descriptors leave the compiler room to overlap its tiles
     "REG_DOT": 0.2,  # a pair's operands in a float32 product, for each of its first 64 terms
     "REG_VECTOR": 1.67,  # one 64-bit address for each 16 bytes that a thread loads of K and V, some shared
-    "SPILL": 5.06,  # times that a spilled register is stored and loaded in a tile
+    "SPILL": 4.78,  # times that a spilled register is stored and loaded in a tile
     "SMEM_RESERVED": 1024,  # B: what the driver takes of each program
 }
 """The only numbers that no data sheet gives. Registers: fitted on generated kernels compiled for sm_90. Times: on the
@@ -55,9 +55,7 @@ def _symbols(names: str) -> list[Any]:
 # The tile and the schedule
 BLOCK_M, BLOCK_N, WARPS, STAGES, PACK = _symbols("BLOCK_M BLOCK_N WARPS STAGES PACK")
 # The region: D and DV as Triton holds them, WIDTH in bytes; bytes of a row of Q, K, V, O; work and bytes of a pair
-D, DV, CHUNK, WIDTH, Q_ROW, K_ROW, V_ROW, O_ROW = _symbols(
-    "D DV CHUNK WIDTH Q_ROW K_ROW V_ROW O_ROW"
-)
+D, DV, CHUNK, WIDTH, Q_ROW, K_ROW, V_ROW, O_ROW = _symbols("D DV CHUNK WIDTH Q_ROW K_ROW V_ROW O_ROW")
 FMA, SFU, TEST, LOAD, LOAD_UNIQUE, PASSES = _symbols("FMA SFU TEST LOAD LOAD_UNIQUE PASSES")
 # The launch: heads over the batch, lengths, tiles visited and tested by one head, keys reached by any query
 HEADS, KV_HEADS, M, N, TILES, TESTED, REACHED = _symbols("HEADS KV_HEADS M N TILES TESTED REACHED")
@@ -70,8 +68,9 @@ MMA_RATE, SFU_RATE, FMA_RATE, SMEM_RATE, L2_RATE, HBM_RATE, L2, LAUNCH = _symbol
 SPLIT, WGMMA, SCRATCH, DOT, BARRIERS, MMA_ROWS, MMA_SHARE, DESC = _symbols(
     "SPLIT WGMMA SCRATCH DOT BARRIERS MMA_ROWS MMA_SHARE DESC"
 )
-SETUP, DESCRIBE, WAIT, WAIT_DESCRIBED, MEET, SPILL, FMA_PAIR, SFU_PAIR, TURN, FMA_VECTOR, FMA_ROW, SFU_ROW, TEST_PAIR = _symbols(
-    "SETUP DESCRIBE WAIT WAIT_DESCRIBED MEET SPILL FMA_PAIR SFU_PAIR TURN FMA_VECTOR FMA_ROW SFU_ROW TEST_PAIR"
+SETUP, DESCRIBE, WAIT, WAIT_DESCRIBED, MEET, SPILL = _symbols("SETUP DESCRIBE WAIT WAIT_DESCRIBED MEET SPILL")
+FMA_PAIR, SFU_PAIR, TURN, FMA_VECTOR, FMA_ROW, SFU_ROW, TEST_PAIR = _symbols(
+    "FMA_PAIR SFU_PAIR TURN FMA_VECTOR FMA_ROW SFU_ROW TEST_PAIR"
 )
 L2_SHARE, L2_DESCRIBED, L2_USABLE, HBM_LATENCY = _symbols("L2_SHARE L2_DESCRIBED L2_USABLE HBM_LATENCY")
 REG_BASE, REG_MASK, REG_SPLIT, REG_SUM, REG_PAIR, REG_PAIR_DESCRIBED, REG_DOT, REG_VECTOR, SMEM_RESERVED = _symbols(
@@ -156,7 +155,11 @@ mma_s = flops / (MMA_RATE * MMA_SHARE)
 sfu_s = sfu_work / SFU_RATE
 fma_s = fma_work / FMA_RATE
 row_groups = Max(1, BLOCK_M / MMA_ROWS)  # each reads every K and V operand from shared memory again
-smem_bytes = tiles * (kv_tile * (1 + row_groups) + turned * TURN * WIDTH * BLOCK_N * DV + WGMMA * row_groups * MMA_ROWS * WIDTH * D * Max(1, BLOCK_N / 256))
+smem_bytes = tiles * (
+    kv_tile * (1 + row_groups)
+    + turned * TURN * WIDTH * BLOCK_N * DV
+    + WGMMA * row_groups * MMA_ROWS * WIDTH * D * Max(1, BLOCK_N / 256)
+)
 smem_s = smem_bytes / SMEM_RATE
 l2_s = tiles * (BLOCK_N * (K_ROW + V_ROW) + LOAD * BLOCK_M * BLOCK_N) / l2
 flight = SMS * together * Max(1, STAGES - 1) * kv_tile / HBM_LATENCY  # B/s that the loads under way can bring (Little)
