@@ -23,7 +23,7 @@ FLOAT32 = 1.05
 """The same, of float32 with tf32 products."""
 
 FEW = 12
-"""No ranking is asked of fewer tiles: tf32 at D 64 has 9 and correlates by 0.27, its spills cost less than predicted."""
+"""No ranking is asked of fewer tiles: tf32 at D 64 has 9 and correlates by 0.27, its spills being overpriced."""
 
 Key = tuple[int, int, int, int, str]
 
