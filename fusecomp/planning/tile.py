@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Cost:
-    """Predicted cost of one launch. Bytes, operations and seconds; for one whole launch unless a field says otherwise."""
+    """Predicted cost of one launch. Bytes, operations and seconds, of a whole launch unless a field says otherwise."""
 
     flops: float
     """Tensor-core operations, a multiply-add counted as two."""
