@@ -75,11 +75,12 @@ def as_product(lift: Lift, found: Found, load: Load, count: int) -> Pair | None:
     if len(spec.contracted) != 1:
         return None
     at = dict(zip(spec.out_axes, load.index, strict=True))
+    for axis, i in at.items():
+        whole = isinstance(i, Var) and i.size == spec.size(axis)
+        if variables(i) & {"q_idx", "kv_idx"} and not whole and apply("lt", i, spec.size(axis)) != TRUE:
+            raise Decline("the softmax runs over more keys than the product of queries and keys has", node)
     size = spec.size(spec.contracted)
     length = size.value if isinstance(size, Const) else specialised(spec, spec.contracted)
-    for axis, i in zip(spec.out_axes, load.index, strict=True):
-        if variables(i) & {"q_idx", "kv_idx"} and apply("lt", i, spec.size(axis)) != TRUE:
-            raise Decline("the softmax runs over more keys than the product of queries and keys has", node)
     d = Var("d" if count == 0 else f"d{count}", const(int(length)))
     at[spec.contracted] = d
     left, right = (side(at, axes) for axes in (spec.left_axes, spec.right_axes))

@@ -46,7 +46,7 @@ def mask_multiplied(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
     return (scores(q, k) * mask).softmax(-1) @ v
 
 
-@CASES.fuse(dead)
+@CASES.fuse(dead, grad=(), note="in half precision the dead row keeps its value, not its gradient")
 def mask_times_infinity(q: Tensor, k: Tensor, v: Tensor, keep: Tensor) -> Tensor:
     return (scores(q, k) + (~keep).to(q.dtype) * -1e9).softmax(-1) @ v
 
@@ -93,7 +93,7 @@ def smallest_half(q: Tensor, k: Tensor, v: Tensor, keep: Tensor) -> Tensor:
     return scores(q, k).masked_fill(~keep, torch.finfo(q.dtype).min).softmax(-1) @ v
 
 
-@CASES.fuse(dead, dtypes=(torch.float16, torch.bfloat16))
+@CASES.fuse(dead, dtypes=(torch.float16, torch.bfloat16), grad=())
 def smallest_half_added(q: Tensor, k: Tensor, v: Tensor, keep: Tensor) -> Tensor:
     bias = torch.zeros(keep.shape, dtype=q.dtype).masked_fill(~keep, torch.finfo(q.dtype).min)
     return (scores(q, k) + bias).softmax(-1) @ v
