@@ -115,8 +115,15 @@ def compile_match(
     if verdict is not None and not verdict.passed:
         return fallen_back(base, f"the kernel {verdict}", options)
     register(lowered.key, Kernel(match.region, lowered.launch, lowered.backward))
-    substitute(module, match, lowered.key, trains=lowered.backward is not None)
+    substitute(module, match, lowered.key, operation_for(lowered))
     return replace(base, status="fused")
+
+
+def operation_for(lowered: Lowered) -> str:
+    """The operator that runs it. Only under no_grad, on which Dynamo guards, is one without a gradient safe."""
+    if lowered.backward is not None:
+        return "attention_and_lse"
+    return "attention_recomputed" if torch.is_grad_enabled() else "attention"
 
 
 def device_of(match: Match) -> torch.device:

@@ -1,6 +1,8 @@
-"""The operator that stands in the rewritten graph: opaque to Inductor, known to autograd, fake tensors and export.
+"""The operators that stand in the rewritten graph: opaque to Inductor, known to autograd, fake tensors and export.
 
-    fusecomp::attention(tensors, sizes, shape, order, dtype, key) -> O
+    attention             O alone: nothing learns. The lightest to call
+    attention_recomputed  O, whose gradients are recomputed a block of rows at a time
+    attention_and_lse     (O, log-sum-exp of each row), for generated backward kernels
 
 `key` names a kernel that this process has loaded; everything that the shape of O depends on is an argument.
 """
@@ -59,83 +61,61 @@ def empty_ordered(shape: Sequence[int], order: Sequence[int], like: Tensor, dtyp
     return memory.permute([list(order).index(i) for i in range(len(order))])
 
 
-@torch.library.custom_op("fusecomp::attention", mutates_args=())
-def attention(
+def run(launch: Launch, out: Tensor, *args: Any) -> None:
+    """Launch on the device that holds O."""
+    if not out.numel():
+        return
+    if out.is_cuda and out.device.index != torch.cuda.current_device():
+        with torch.cuda.device(out.device):
+            launch(out, *args)
+    else:
+        launch(out, *args)
+
+
+# ----------------------------------------------------------------------------------------------------------------
+# Forward
+
+COMMON = "Tensor[] tensors, SymInt[] sizes, SymInt[] shape, SymInt[] order"
+LIBRARY = torch.library.Library("fusecomp", "DEF")
+"""Defined here rather than by `custom_op`, whose checks at every call take longer than a short kernel."""
+
+
+def operator(name: str, schema: str, implementation: Callable[..., Any], fake: Callable[..., Any]) -> None:
+    """One operator: its schema, what runs it on any device, what it does to fake tensors."""
+    LIBRARY.define(f"{name}{schema}", tags=(torch.Tag.needs_exact_strides, torch.Tag.pt2_compliant_tag))
+    LIBRARY.impl(name, implementation, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"fusecomp::{name}", fake, lib=LIBRARY)
+
+
+def attend(
     tensors: Sequence[Tensor], sizes: Sequence[int], shape: Sequence[int], order: Sequence[int],
     dtype: torch.dtype, key: str,
 ) -> Tensor:  # fmt: skip
     """O of one region: `shape` in the order of region.out_axes, memory in `order`."""
     out = empty_ordered(shape, order, tensors[0], dtype)
-    if out.numel():
-        with torch.cuda.device_of(out):
-            kernel_of(key).launch(out, tensors, sizes)
+    run(kernel_of(key).launch, out, tensors, sizes)
     return out
 
 
-@attention.register_fake
-def _(
+def attend_fake(
     tensors: Sequence[Tensor], sizes: Sequence[int], shape: Sequence[int], order: Sequence[int],
     dtype: torch.dtype, key: str,
 ) -> Tensor:  # fmt: skip
     return empty_ordered(shape, order, tensors[0], dtype)
 
 
-@torch.library.custom_op("fusecomp::attention_backward", mutates_args=())
-def attention_backward(
-    grad: Tensor, tensors: Sequence[Tensor], sizes: Sequence[int], wanted: Sequence[int], key: str
-) -> list[Tensor]:
-    """Gradients of O with respect to tensors[i] for i in `wanted`, each in its tensor's dtype."""
-    return gradients(kernel_of(key).region, grad, tensors, sizes, wanted)
-
-
-def _contiguous_like(t: Tensor) -> Tensor:
-    return torch.empty(t.shape, dtype=t.dtype, device=t.device)
-
-
-@attention_backward.register_fake
-def _(
-    grad: Tensor, tensors: Sequence[Tensor], sizes: Sequence[int], wanted: Sequence[int], key: str
-) -> list[Tensor]:
-    return [_contiguous_like(tensors[i]) for i in wanted]
-
-
-def _setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    tensors, sizes, _, _, _, key = inputs
-    ctx.save_for_backward(*tensors)
-    ctx.sizes, ctx.key = sizes, key
-    ctx.wanted = [i for i, t in enumerate(tensors) if t.requires_grad and t.is_floating_point()]
-
-
-def _backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-    tensors = ctx.saved_tensors
-    found = attention_backward(grad, tensors, ctx.sizes, ctx.wanted, ctx.key)
-    by_place: dict[int, Tensor] = dict(zip(ctx.wanted, found, strict=True))
-    return [by_place.get(i) for i in range(len(tensors))], None, None, None, None, None
-
-
-attention.register_autograd(_backward, setup_context=_setup)
-
-
-# ----------------------------------------------------------------------------------------------------------------
-# With a generated backward
-
-
-@torch.library.custom_op("fusecomp::attention_and_lse", mutates_args=())
-def attention_and_lse(
+def attend_with_lse(
     tensors: Sequence[Tensor], sizes: Sequence[int], shape: Sequence[int], order: Sequence[int],
     rows: Sequence[int], dtype: torch.dtype, key: str,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """(O, log-sum-exp of each row of scores, of shape `rows` in float32)."""
     out = empty_ordered(shape, order, tensors[0], dtype)
     lse = torch.empty(rows, dtype=torch.float32, device=out.device)
-    if out.numel():
-        with torch.cuda.device_of(out):
-            kernel_of(key).launch(out, tensors, sizes, lse)
+    run(kernel_of(key).launch, out, tensors, sizes, lse)
     return out, lse
 
 
-@attention_and_lse.register_fake
-def _(
+def attend_with_lse_fake(
     tensors: Sequence[Tensor], sizes: Sequence[int], shape: Sequence[int], order: Sequence[int],
     rows: Sequence[int], dtype: torch.dtype, key: str,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
@@ -143,13 +123,40 @@ def _(
     return out, torch.empty(rows, dtype=torch.float32, device=out.device)
 
 
-@torch.library.custom_op("fusecomp::attention_gradients", mutates_args=())
-def attention_gradients(
+operator("attention", f"({COMMON}, ScalarType dtype, str key) -> Tensor", attend, attend_fake)
+operator("attention_recomputed", f"({COMMON}, ScalarType dtype, str key) -> Tensor", attend, attend_fake)
+operator(
+    "attention_and_lse", f"({COMMON}, SymInt[] rows, ScalarType dtype, str key) -> (Tensor, Tensor)",
+    attend_with_lse, attend_with_lse_fake,
+)  # fmt: skip
+
+# ----------------------------------------------------------------------------------------------------------------
+# Backward
+
+
+def contiguous_like(t: Tensor) -> Tensor:
+    return torch.empty(t.shape, dtype=t.dtype, device=t.device)
+
+
+def recompute(
+    grad: Tensor, tensors: Sequence[Tensor], sizes: Sequence[int], wanted: Sequence[int], key: str
+) -> list[Tensor]:
+    """Gradients of O with respect to tensors[i] for i in `wanted`, each in its tensor's dtype."""
+    return gradients(kernel_of(key).region, grad, tensors, sizes, wanted)
+
+
+def recompute_fake(
+    grad: Tensor, tensors: Sequence[Tensor], sizes: Sequence[int], wanted: Sequence[int], key: str
+) -> list[Tensor]:
+    return [contiguous_like(tensors[i]) for i in wanted]
+
+
+def differentiate(
     grad: Tensor, out: Tensor, lse: Tensor, tensors: Sequence[Tensor], sizes: Sequence[int], wanted: Sequence[int],
     key: str,
 ) -> list[Tensor]:  # fmt: skip
-    """Gradients of O with respect to tensors[i] for i in `wanted`, by the generated backward kernels."""
-    grads = [_contiguous_like(t) if i in wanted else None for i, t in enumerate(tensors)]
+    """The same by the generated backward kernels."""
+    grads = [contiguous_like(t) if i in wanted else None for i, t in enumerate(tensors)]
     backward = kernel_of(key).backward
     assert backward is not None
     with torch.cuda.device_of(out):
@@ -157,28 +164,57 @@ def attention_gradients(
     return [g for g in grads if g is not None]
 
 
-@attention_gradients.register_fake
-def _(
+def differentiate_fake(
     grad: Tensor, out: Tensor, lse: Tensor, tensors: Sequence[Tensor], sizes: Sequence[int], wanted: Sequence[int],
     key: str,
 ) -> list[Tensor]:  # fmt: skip
-    return [_contiguous_like(tensors[i]) for i in wanted]
+    return [contiguous_like(tensors[i]) for i in wanted]
+
+
+WANTED = "Tensor[] tensors, SymInt[] sizes, int[] wanted, str key"
+operator("attention_backward", f"(Tensor grad, {WANTED}) -> Tensor[]", recompute, recompute_fake)
+operator(
+    "attention_gradients", f"(Tensor grad, Tensor out, Tensor lse, {WANTED}) -> Tensor[]", differentiate,
+    differentiate_fake,
+)  # fmt: skip
+
+
+def learned(tensors: Sequence[Tensor]) -> list[int]:
+    return [i for i, t in enumerate(tensors) if t.requires_grad and t.is_floating_point()]
+
+
+def spread(found: Sequence[Tensor], wanted: Sequence[int], count: int) -> list[Tensor | None]:
+    """Gradients in the places of their tensors."""
+    by_place = dict(zip(wanted, found, strict=True))
+    return [by_place.get(i) for i in range(count)]
+
+
+def _setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    tensors, sizes, *_, key = inputs
+    ctx.save_for_backward(*tensors)
+    ctx.sizes, ctx.key, ctx.wanted = sizes, key, learned(tensors)
+
+
+def _backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+    tensors = ctx.saved_tensors
+    found = torch.ops.fusecomp.attention_backward(grad, tensors, ctx.sizes, ctx.wanted, ctx.key)
+    return spread(found, ctx.wanted, len(tensors)), None, None, None, None, None
 
 
 def _setup_with_lse(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     tensors, sizes, *_, key = inputs
-    out, lse = output
-    ctx.save_for_backward(out, lse, *tensors)
-    ctx.mark_non_differentiable(lse)
-    ctx.sizes, ctx.key = sizes, key
-    ctx.wanted = [i for i, t in enumerate(tensors) if t.requires_grad and t.is_floating_point()]
+    ctx.save_for_backward(*output, *tensors)
+    ctx.mark_non_differentiable(output[1])
+    ctx.sizes, ctx.key, ctx.wanted = sizes, key, learned(tensors)
 
 
 def _backward_with_lse(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Any, ...]:
     out, lse, *tensors = ctx.saved_tensors
-    found = attention_gradients(grad, out, lse, tensors, ctx.sizes, ctx.wanted, ctx.key)
-    by_place: dict[int, Tensor] = dict(zip(ctx.wanted, found, strict=True))
-    return [by_place.get(i) for i in range(len(tensors))], None, None, None, None, None, None
+    found = torch.ops.fusecomp.attention_gradients(grad, out, lse, tensors, ctx.sizes, ctx.wanted, ctx.key)
+    return spread(found, ctx.wanted, len(tensors)), None, None, None, None, None, None
 
 
-attention_and_lse.register_autograd(_backward_with_lse, setup_context=_setup_with_lse)
+torch.library.register_autograd("fusecomp::attention_recomputed", _backward, setup_context=_setup, lib=LIBRARY)
+torch.library.register_autograd(
+    "fusecomp::attention_and_lse", _backward_with_lse, setup_context=_setup_with_lse, lib=LIBRARY
+)

@@ -14,10 +14,10 @@ from fusecomp.patterns.naming import SizeSource
 from fusecomp.running.operator import empty_ordered
 
 
-def substitute(module: GraphModule, match: Match, key: str, trains: bool = False) -> Node:
-    """Replace match.output by the operator and remove the nodes between inputs and output. Returns the new node.
+def substitute(module: GraphModule, match: Match, key: str, operation: str = "attention") -> Node:
+    """Replace match.output by an operator and remove the nodes between inputs and output. Returns the new node.
 
-    `trains`: the kernel has a backward, for which the operator saves the log-sum-exp of each row.
+    `operation`: "attention", "attention_recomputed" or "attention_and_lse", as `running.operator` says.
     """
     graph, region, output = module.graph, match.region, match.output
     lengths: dict[tuple[Node, int], Any] = {}
@@ -34,14 +34,11 @@ def substitute(module: GraphModule, match: Match, key: str, trains: bool = False
         shape = [length(s) for s in match.out_shape]
         sizes = [length(match.sizes[s]) for s in region.sizes]
         dtype = getattr(torch, region.out_dtype)
-        if trains:
-            rows = [length(match.sizes[v.name.upper()]) for v in region.batch] + [length(match.sizes["M"])]
-            args = (tensors, sizes, shape, list(region.out_order), rows, dtype, key)
-            both = graph.call_function(torch.ops.fusecomp.attention_and_lse.default, args)
-            node = graph.call_function(operator.getitem, (both, 0))
-        else:
-            args = (tensors, sizes, shape, list(region.out_order), dtype, key)
-            node = graph.call_function(torch.ops.fusecomp.attention.default, args)
+        rows = [length(match.sizes[v.name.upper()]) for v in region.batch] + [length(match.sizes["M"])]
+        saves = operation == "attention_and_lse"
+        args = (tensors, sizes, shape, list(region.out_order), *([rows] if saves else []), dtype, key)
+        called = graph.call_function(getattr(torch.ops.fusecomp, operation).default, args)
+        node = graph.call_function(operator.getitem, (called, 0)) if saves else called
         described(node, output, shape, region.out_order)
         new = node
         if len(shape) > output.meta["val"].dim():  # the query axis that O itself does not have
