@@ -126,7 +126,8 @@ def scores(q: Tensor, k: Tensor) -> Tensor:
 
 def places(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
     """Query positions [M, 1] and key positions [1, N]."""
-    return torch.arange(q.shape[-2])[:, None], torch.arange(k.shape[-2])[None, :]
+    i, j = (torch.arange(x.shape[-2], device=q.device) for x in (q, k))
+    return i[:, None], j[None, :]
 
 
 def some_keys(draw: Draw, dead: int | None = None) -> Tensor:

@@ -132,7 +132,7 @@ def one_key_head(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 @variant(lambda draw: draw.qkv(m=53), attention(scaled_score, causal))
 def causal_tril(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    keep = torch.ones(q.shape[-2], k.shape[-2], dtype=torch.bool).tril()
+    keep = torch.ones(q.shape[-2], k.shape[-2], dtype=torch.bool, device=q.device).tril()
     return scores(q, k).masked_fill(~keep, -INF).softmax(-1) @ v
 
 
@@ -242,13 +242,13 @@ _padded = attention(scaled_score, _short, loads=[((B,), "int64")], **filled(-1e9
 
 @variant(lambda draw: (*draw.qkv(), torch.tensor([53, 17])), _unpadded)
 def key_lengths(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor) -> Tensor:
-    dead = torch.arange(k.shape[-2]) >= lengths[:, None]
+    dead = torch.arange(k.shape[-2], device=q.device) >= lengths[:, None]
     return scores(q, k).masked_fill(dead[:, None, None, :], -INF).softmax(-1) @ v
 
 
 @variant(lambda draw: (*draw.qkv(), torch.tensor([0, 17])), _padded)
 def key_lengths_minus_1e9(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor) -> Tensor:
-    live = torch.arange(k.shape[-2]) < lengths[:, None, None, None]
+    live = torch.arange(k.shape[-2], device=q.device) < lengths[:, None, None, None]
     return torch.where(live, scores(q, k), -1e9).softmax(-1) @ v
 
 
