@@ -49,6 +49,8 @@ def fresh() -> None:
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("variant", VARIANTS, ids=lambda v: v.name)
 def test_each_variant_in_each_dtype(variant: Variant, dtype: torch.dtype) -> None:
+    if dtype == torch.float16 and "1e9" in variant.name:
+        pytest.skip("eager itself refuses: -1e9 does not convert to float16")
     args = variant.make_args()
     with torch.no_grad():
         exact = variant.fn(*(to_gpu(x, torch.float64) for x in args))
