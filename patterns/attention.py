@@ -76,8 +76,6 @@ class Recogniser:
 
     def read(self, lift: Lift, node: Node, spec: Contraction) -> Found:
         """The mathematics at one product: which axis is which, the weights, the values. Raises Decline."""
-        if spec.added is not None:
-            raise Decline("the product of weights and values is added to another tensor in one call", node)
         axes = name_axes(spec)
         lift.limit = lift.facts.position[node]
         lifted = lift.lift_at(spec.left, node, tuple(axes.get(a, ZERO) for a in spec.left_axes))
@@ -85,6 +83,8 @@ class Recogniser:
         output, weights = divided(lift, node, lifted, spec, axes) or (node, softmax_weights(lifted, key))
         if weights is None:
             raise no_weights(lift, lifted, key, node)
+        if spec.added is not None:
+            raise Decline("the product of weights and values is added to another tensor in one call", node)
         return Found(node, output, spec, axes, weights.times(spec.scale))
 
 
