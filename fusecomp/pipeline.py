@@ -101,6 +101,8 @@ def compile_match(
     if options.empty_rows == "zero":
         match = replace(match, region=replace(region, empty_row="zero"))
     try:
+        if loses_gradient(match, learning):
+            return replace(base, status="declined", reason=LOST)
         lowered = lower(match, sizes, device_of(match), options, learned(match, learning))
         if slow_to_train(match, sizes, lowered, learning, options):
             return replace(base, status="declined", reason=f"{TRAINING}: {lowered.why_no_backward}", advice=ADVICE)
@@ -140,6 +142,16 @@ TRAINING = "it is trained, and recomputing its gradient block by block is slower
 ADVICE = "for inference, call the model under torch.no_grad(); lowering='triton' fuses all the same"
 EAGER_SHARE = 0.25
 """Where eager would keep more than this share of the GPU's memory for one attention, recomputing is worth its time."""
+
+
+LOST = "it is trained in half precision, where a row that sees no key has another gradient than its value says"
+
+
+def loses_gradient(match: Match, learning: frozenset[Node]) -> bool:
+    """Whether eager's gradient is not that of the region: scores lost in a finite fill still receive one."""
+    region = match.region
+    half = region.pv_dtype in ("float16", "bfloat16")
+    return half and region.filled_score is not None and bool(learned(match, learning))
 
 
 def slow_to_train(
