@@ -129,8 +129,8 @@ def counters() -> dict[str, int]:
 
 
 def reset() -> None:
-    """Clear the counters and what this process has loaded."""
-    from fusecomp.running.operator import KERNELS
+    """Clear the counters and forget what this process has loaded; functions compiled before go on running."""
+    from fusecomp.running.operator import retire
 
     _counts.clear()
-    KERNELS.clear()
+    retire()

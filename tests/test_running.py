@@ -318,3 +318,12 @@ def test_scores_lost_in_a_fill_keep_eagers_gradient(dtype: torch.dtype) -> None:
     own = torch.autograd.grad(attend(*inputs), inputs, seed)
     for a, b in zip(got, own, strict=True):
         torch.testing.assert_close(a, b, atol=2e-2, rtol=2e-2)
+
+
+def test_reset_leaves_compiled_functions_running() -> None:
+    args = draw()
+    fast = compiled(plain)
+    before = fast(*args)
+    fusecomp.reset()
+    assert torch.equal(fast(*args), before)
+    assert fusecomp.counters()["fused"] == 0

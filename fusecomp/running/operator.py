@@ -38,6 +38,8 @@ class Kernel:
 
 KERNELS: dict[str, Kernel] = {}
 """Key -> kernel, for this process."""
+_retired: dict[str, Kernel] = {}
+"""Kernels from before a reset: functions compiled then still run."""
 
 
 def register(key: str, kernel: Kernel) -> str:
@@ -46,13 +48,19 @@ def register(key: str, kernel: Kernel) -> str:
     return key
 
 
+def retire() -> None:
+    """Forget the kernels for new compilations."""
+    _retired.update(KERNELS)
+    KERNELS.clear()
+
+
 def kernel_of(key: str) -> Kernel:
-    try:
-        return KERNELS[key]
-    except KeyError:
+    found = KERNELS.get(key) or _retired.get(key)
+    if found is None:
         raise KernelError(
             f"attention kernel {key} is not loaded in this process; compile the model here with backend='fusecomp'"
-        ) from None
+        )
+    return found
 
 
 def empty_ordered(shape: Sequence[int], order: Sequence[int], like: Tensor, dtype: torch.dtype) -> Tensor:
