@@ -27,6 +27,7 @@ from fusecomp.patterns.attention import Declined, recognise
 from fusecomp.patterns.build import Match
 from fusecomp.patterns.sdpa import PLAIN, plain_calls, put_back, write_out
 from fusecomp.report import Entry
+from fusecomp.running import library
 from fusecomp.running.lower import Lowered, lower, real_tensors
 from fusecomp.running.operator import Kernel, register
 from fusecomp.running.subgraph import seen
@@ -103,6 +104,10 @@ def compile_match(
     try:
         if loses_gradient(match, learning):
             return replace(base, status="declined", reason=LOST)
+        if options.lowering == "auto" and library.takes(match, sizes):
+            taken = handed_over(module, match, sizes, options, base)
+            if taken is not None:
+                return taken
         lowered = lower(match, sizes, device_of(match), options, learned(match, learning))
         if slow_to_train(match, sizes, lowered, learning, options):
             return replace(base, status="declined", reason=f"{TRAINING}: {lowered.why_no_backward}", advice=ADVICE)
@@ -142,6 +147,23 @@ TRAINING = "it is trained, and recomputing its gradient block by block is slower
 ADVICE = "for inference, call the model under torch.no_grad(); lowering='triton' fuses all the same"
 EAGER_SHARE = 0.25
 """Where eager would keep more than this share of the GPU's memory for one attention, recomputing is worth its time."""
+
+
+def handed_over(
+    module: GraphModule, match: Match, sizes: Mapping[str, int], options: Options, base: Entry
+) -> Entry | None:
+    """The entry of plain attention that PyTorch's own fused kernel runs; None where it does not agree with eager."""
+    lowered = Lowered("library", library.launch(match.region), "library")
+    try:
+        verdict = checked(match, lowered, sizes, options)
+    except (RuntimeError, FusecompError) as error:
+        log.debug("scaled_dot_product_attention does not run %s: %s", match.region.origin, error)
+        return None
+    if verdict is not None and not verdict.passed:
+        return None
+    library.substitute(module, match)
+    kernel = "aten.scaled_dot_product_attention"
+    return replace(base, status="fused", kernel=kernel, lowering="library", verdict=str(verdict or "not verified"))
 
 
 LOST = "it is trained in half precision, where a row that sees no key has another gradient than its value says"

@@ -26,6 +26,7 @@ WIDTH = 110
 STYLES = {"fused": "bold green", "declined": "bold yellow", "fallback": "bold red"}
 LOWERINGS = {
     "triton": "generated Triton kernel",
+    "library": "PyTorch's own fused kernel (no mask, nothing done to the scores)",
     "cpu": "PyTorch operators on the CPU, without an M x N tensor",
     "eager": "as written, in the rest of the graph",
 }
@@ -59,7 +60,7 @@ class Entry:
     kernel_source: Any = None
     """The KernelSource behind `kernel_text`."""
     lowering: str = "eager"
-    """What runs it: "triton", "cpu" or "eager"."""
+    """What runs it: "triton", "library", "cpu" or "eager"."""
     verdict: str = ""
     """How the kernel was checked, and with what result."""
 

@@ -1,0 +1,103 @@
+"""Attention without a mask or any change of its scores is PyTorch's own scaled_dot_product_attention, and goes there.
+
+    O = softmax(c Q K^T) V
+
+On a GPU its cuDNN and flash kernels run that faster than a generated one (examples/bench/records/kernels_h200.json),
+and Inductor calls them where it recognises the spelling. All else, causal masks included, runs generated kernels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+from torch.fx import GraphModule, Node
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from fusecomp.ir.expr import Const, Score, Var
+from fusecomp.ir.region import Access, AttentionRegion, extent
+from fusecomp.patterns.build import Match
+from fusecomp.running.blocks import folded
+from fusecomp.running.operator import Launch
+
+DEVICES = ("cuda",)
+FEW_QUERIES = 16
+"""At most so many are decoding, for which the generated kernels split the keys."""
+HALF = ("bfloat16", "float16")
+WIDEST = 256
+"""Head size up to which PyTorch's fused kernels go; it must be a multiple of 8."""
+
+
+def expresses(region: AttentionRegion) -> bool:
+    """Whether the region is softmax(c Q K^T) V on half-precision tensors [batch axes, rows, D] in any order of axes."""
+    plain = not region.keep and region.sink is None and region.filled_score is None and region.weight == Const(1.0)
+    if not plain or len(region.products) != 1 or len(region.batch) > 2 or region.empty_row != "nan":
+        return False
+    accesses = (region.products[0].q, region.products[0].k, region.v)
+    dtypes = {region.operand(a.operand).dtype for a in accesses} | {region.pv_dtype, region.products[0].dtype}
+    d = extent(region.dv)
+    fits = region.head_size == d and d % 8 == 0 and d <= WIDEST and len(dtypes) == 1 and dtypes <= set(HALF)
+    return fits and folded(region)[0] == Score(0) and all(axes_of(region, a) is not None for a in accesses)
+
+
+def takes(match: Match, sizes: Mapping[str, int]) -> bool:
+    """Whether a match on this device is handed over."""
+    return match.output.meta["val"].device.type in DEVICES and sizes["M"] > FEW_QUERIES and expresses(match.region)
+
+
+def axes_of(region: AttentionRegion, access: Access) -> list[int] | None:
+    """Where (batch axes, rows, D) stand in the tensor of one access; None where it is more than a permutation."""
+    names = [e.name if isinstance(e, Var) else "" for e in access.index]
+    row = region.q_idx.name if access == region.products[0].q else region.kv_idx.name
+    column = region.dv.name if access == region.v else region.products[0].d.name
+    wanted = [*(v.name for v in region.batch), row, column]
+    return [names.index(n) for n in wanted] if sorted(names) == sorted(wanted) else None
+
+
+def attend(region: AttentionRegion, tensors: Sequence[Tensor]) -> Tensor:
+    """O in the order of region.out_axes, by scaled_dot_product_attention on [b, h, rows, D]."""
+    named = dict(zip([o.name for o in region.operands], tensors, strict=True))
+    rows = []
+    for access in (region.products[0].q, region.products[0].k, region.v):
+        x = named[access.operand].permute(axes_of(region, access) or [])
+        for _ in range(4 - x.dim()):
+            x = x.unsqueeze(0)
+        rows.append(x)
+    scale = folded(region)[1][0]
+    out = torch.nn.functional.scaled_dot_product_attention(*rows, scale=scale)
+    for _ in range(2 - len(region.batch)):
+        out = out.squeeze(0)
+    axes = [*(v.name for v in region.batch), region.q_idx.name, region.dv.name]
+    return out.permute([axes.index(name) for name in region.out_axes])
+
+
+def launch(region: AttentionRegion) -> Launch:
+    """launch(out, tensors, sizes), for verification."""
+
+    def run(out: Tensor, tensors: Sequence[Tensor], _: Sequence[int]) -> None:
+        out.copy_(attend(region, tensors))
+
+    return run
+
+
+def substitute(module: GraphModule, match: Match) -> None:
+    """Put the call in the place of match.output, and remove the nodes between."""
+    output, fakes = match.output, [n.meta["val"] for n in match.inputs]
+
+    def call(*tensors: Tensor) -> Tensor:
+        found = attend(match.region, tensors)
+        return found.squeeze(-1) if found.dim() > output.meta["val"].dim() else found
+
+    with fakes[0].fake_mode:
+        traced = make_fx(call, pre_dispatch=True)(*fakes)
+    inputs = [n for n in traced.graph.nodes if n.op == "placeholder"]
+    names: dict[Node, Node] = dict(zip(inputs, match.inputs, strict=True))
+    with module.graph.inserting_before(output):
+        for node in traced.graph.nodes:
+            if node.op == "call_function":
+                names[node] = module.graph.node_copy(node, names.__getitem__)
+                names[node].meta = {**node.meta, "stack_trace": output.meta.get("stack_trace")}
+    output.replace_all_uses_with(names[traced.graph.output_node().args[0]])  # type: ignore[index]
+    for dead in [output, *reversed(match.interior)]:
+        module.graph.erase_node(dead)

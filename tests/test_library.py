@@ -1,0 +1,69 @@
+"""Plain attention is handed to scaled_dot_product_attention on GPUs; here the CPU stands in for one."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from regions import Variant
+from torch import Tensor
+from variants import VARIANTS
+
+import fusecomp
+from fusecomp.backend import explain
+from fusecomp.running import library
+
+PLAIN = {"plain", "scaled", "bmm", "einsum_bqhd"}
+"""Variants without a mask, with D = Dv, that no head shares."""
+
+
+@pytest.fixture(autouse=True)
+def cpu_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(library, "DEVICES", ("cpu",))
+    torch._dynamo.reset()
+    fusecomp.reset()
+
+
+def in_half(variant: Variant) -> list[Tensor]:
+    return [x.bfloat16() if x.is_floating_point() else x for x in variant.make_args()]
+
+
+@pytest.mark.parametrize("variant", VARIANTS, ids=lambda v: v.name)
+def test_only_plain_attention_is_handed_over(variant: Variant) -> None:
+    args = in_half(variant)
+    with torch.no_grad():
+        report = explain(variant.fn, *args)
+        taken = any(e.lowering == "library" for e in report.entries)
+        if taken:
+            fast = torch.compile(variant.fn, backend="fusecomp", options={"inner": "eager"})
+            exact = variant.fn(*(x.double() for x in args))
+            torch.testing.assert_close(fast(*args).double(), exact, atol=3e-2, rtol=3e-2)
+    if variant.name in PLAIN:
+        assert taken, report
+    assert taken <= (not variant.region.keep and variant.region.sink is None and not variant.region.loads)
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_gradients_and_lengths(dynamic: bool) -> None:
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return ((q @ k.mT) * 0.2).softmax(-1) @ v
+
+    fast = torch.compile(attend, backend="fusecomp", options={"inner": "aot_eager", "strict": True}, dynamic=dynamic)
+    for m, n in ((40, 56), (72, 24)):
+        inputs = [torch.randn(2, 3, x, 16, dtype=torch.bfloat16, requires_grad=True) for x in (m, n, n)]
+        seed = torch.randn(2, 3, m, 16, dtype=torch.bfloat16)
+        got = torch.autograd.grad(fast(*inputs), inputs, seed)
+        own = torch.autograd.grad(attend(*inputs), inputs, seed)
+        for a, b in zip(got, own, strict=True):
+            torch.testing.assert_close(a, b, atol=4e-2, rtol=4e-2)
+
+
+def test_a_disagreeing_library_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(library, "attend", lambda region, tensors: torch.zeros_like(tensors[0]))
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return ((q @ k.mT) * 0.21).softmax(-1) @ v
+
+    args = [torch.randn(2, 3, 40, 16, dtype=torch.bfloat16) for _ in range(3)]
+    with torch.no_grad():
+        (entry,) = explain(attend, *args).entries
+    assert (entry.status, entry.lowering) == ("fused", "cpu")
