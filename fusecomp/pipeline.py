@@ -22,7 +22,7 @@ from torch.fx import GraphModule, Node
 
 from fusecomp.errors import FusecompError, VerificationError
 from fusecomp.graph.capture import capture, may_hold_attention, uses_functorch
-from fusecomp.graph.facts import Place, place
+from fusecomp.graph.facts import Place, op_name, place
 from fusecomp.patterns.attention import Declined, recognise
 from fusecomp.patterns.build import Match
 from fusecomp.patterns.sdpa import PLAIN, plain_calls, put_back, write_out
@@ -170,10 +170,11 @@ LOST = "it is trained in half precision, where a row that sees no key has anothe
 
 
 def loses_gradient(match: Match, learning: frozenset[Node]) -> bool:
-    """Whether eager's gradient is not that of the region: scores lost in a finite fill still receive one."""
+    """Whether eager's gradient may not be the region's: a score lost in a fill that is added still receives one."""
     region = match.region
     half = region.pv_dtype in ("float16", "bfloat16")
-    return half and region.filled_score is not None and bool(learned(match, learning))
+    adds = any(op_name(n) in ("add", "add_", "sub", "sub_", "baddbmm") for n in match.interior)
+    return half and adds and region.filled_score is not None and bool(learned(match, learning))
 
 
 def slow_to_train(
