@@ -68,6 +68,10 @@ def score_name(case: Any, which: int = 0) -> str:
     return str(case.dtypes[which]).removeprefix("torch.")
 
 
+LOST = ("one_minus_mask_times_min", "bias_behind_the_mask")
+"""Programs that half-precision training leaves to eager: a fill is added to scores, which are lost in it."""
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("setting", [("--train",), ("--dynamic", "true", "--sizes", "1,2"), ()], ids=" ".join)
 @pytest.mark.parametrize("case", [p for t in TABLES for p in cases(t)])
@@ -78,7 +82,7 @@ def test_case_is_right_in_every_setting(case: Any, setting: tuple[str, ...]) -> 
             result = score.score(case, score_name(case, which), options(*setting, "--sizes", "1"))
         assert result.verdict == "right", result.detail
         if case.expect == "fuse":
-            assert result.fused
+            assert result.fused or (case.name in LOST and "--train" in setting and result.declined)
 
 
 def interpret(*arguments: str) -> str:
