@@ -105,7 +105,7 @@ def compile_match(
         if loses_gradient(match, learning):
             return replace(base, status="declined", reason=LOST)
         if options.lowering == "auto" and library.takes(match, sizes):
-            taken = handed_over(module, match, sizes, options, base)
+            taken = handed_over(match, sizes, options, base)
             if taken is not None:
                 return taken
         lowered = lower(match, sizes, device_of(match), options, learned(match, learning))
@@ -143,15 +143,7 @@ def learned(match: Match, learning: frozenset[Node]) -> frozenset[str]:
     return frozenset(o.name for o, n in pairs if n in learning and n.meta["val"].is_floating_point())
 
 
-TRAINING = "it is trained, and recomputing its gradient block by block is slower than eager's"
-ADVICE = "for inference, call the model under torch.no_grad(); lowering='triton' fuses all the same"
-EAGER_SHARE = 0.25
-"""Where eager would keep more than this share of the GPU's memory for one attention, recomputing is worth its time."""
-
-
-def handed_over(
-    module: GraphModule, match: Match, sizes: Mapping[str, int], options: Options, base: Entry
-) -> Entry | None:
+def handed_over(match: Match, sizes: Mapping[str, int], options: Options, base: Entry) -> Entry | None:
     """The entry of plain attention that PyTorch's own fused kernel runs; None where it does not agree with eager."""
     lowered = Lowered("library", library.launch(match.region), "library")
     try:
@@ -161,7 +153,7 @@ def handed_over(
         return None
     if verdict is not None and not verdict.passed:
         return None
-    library.substitute(module, match)
+    library.substitute(match)
     kernel = "aten.scaled_dot_product_attention"
     return replace(base, status="fused", kernel=kernel, lowering="library", verdict=str(verdict or "not verified"))
 
@@ -175,6 +167,12 @@ def loses_gradient(match: Match, learning: frozenset[Node]) -> bool:
     half = region.pv_dtype in ("float16", "bfloat16")
     adds = any(op_name(n) in ("add", "add_", "sub", "sub_", "baddbmm") for n in match.interior)
     return half and adds and region.filled_score is not None and bool(learned(match, learning))
+
+
+TRAINING = "it is trained, and recomputing its gradient block by block is slower than eager's"
+ADVICE = "for inference, call the model under torch.no_grad(); lowering='triton' fuses all the same"
+EAGER_SHARE = 0.25
+"""Where eager would keep more than this share of the GPU's memory for one attention, recomputing is worth its time."""
 
 
 def slow_to_train(

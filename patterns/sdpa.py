@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
-from torch.fx.experimental.proxy_tensor import make_fx
 
+from fusecomp.graph.capture import inline
 from fusecomp.graph.facts import op_name, value
 from fusecomp.patterns.lift import argument
 
@@ -54,23 +54,14 @@ def write_out(module: GraphModule) -> dict[Node, Node]:
     written = {}
     for call in masked_calls(module):
         with contextlib.suppress(TypeError):  # a scale that is not a number
-            written[_write_out(module, call)] = call
+            written[_write_out(call)] = call
     return written
 
 
-def _write_out(module: GraphModule, call: Node) -> Node:
-    nodes = [*call.args[:3], argument(call, 3, "attn_mask")]
+def _write_out(call: Node) -> Node:
+    nodes: list[Any] = [*call.args[:3], argument(call, 3, "attn_mask")]
     scale = value(argument(call, 6, "scale"))
-    fakes: list[Any] = [value(n) for n in nodes]
-    with fakes[0].fake_mode:
-        traced = make_fx(lambda q, k, v, m: definition(q, k, v, m, scale), pre_dispatch=True)(*fakes)
-    names: dict[Node, Node] = dict(zip([n for n in traced.graph.nodes if n.op == "placeholder"], nodes, strict=True))  # type: ignore[arg-type]
-    with module.graph.inserting_before(call):
-        for node in traced.graph.nodes:
-            if node.op == "call_function":
-                names[node] = module.graph.node_copy(node, names.__getitem__)
-                names[node].meta = {**node.meta, "stack_trace": call.meta.get("stack_trace")}
-    output = names[traced.graph.output_node().args[0]]  # type: ignore[index]
+    output = inline(call, lambda q, k, v, m: definition(q, k, v, m, scale), nodes)
     call.replace_all_uses_with(output)
     return output
 

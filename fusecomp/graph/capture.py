@@ -8,7 +8,7 @@ autograd, so that one rewrite serves training and inference alike.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -94,3 +94,18 @@ def capture(gm: GraphModule, values: Sequence[Any]) -> GraphModule:
     traced.graph.eliminate_dead_code()
     traced.recompile()
     return traced
+
+
+def inline(before: Node, fn: Callable[..., Any], inputs: Sequence[Node]) -> Node:
+    """Put the ATen nodes of fn(*inputs) in front of `before`, as made at its source line. Returns fn's result."""
+    values = [n.meta["val"] for n in inputs]
+    with values[0].fake_mode:
+        traced = make_fx(fn, pre_dispatch=True)(*values)
+    placeholders = [n for n in traced.graph.nodes if n.op == "placeholder"]
+    names: dict[Node, Node] = dict(zip(placeholders, inputs, strict=True))
+    with before.graph.inserting_before(before):
+        for node in traced.graph.nodes:
+            if node.op == "call_function":
+                names[node] = before.graph.node_copy(node, names.__getitem__)
+                names[node].meta = {**node.meta, "stack_trace": before.meta.get("stack_trace")}
+    return names[traced.graph.output_node().args[0]]  # type: ignore[index]

@@ -12,14 +12,14 @@ from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
-from torch.fx import GraphModule, Node
-from torch.fx.experimental.proxy_tensor import make_fx
 
+from fusecomp.graph.capture import inline
 from fusecomp.ir.expr import Const, Score, Var
 from fusecomp.ir.region import Access, AttentionRegion, extent
 from fusecomp.patterns.build import Match
 from fusecomp.running.blocks import folded
 from fusecomp.running.operator import Launch
+from fusecomp.running.substitute import take_place
 
 DEVICES = ("cuda",)
 FEW_QUERIES = 16
@@ -81,23 +81,12 @@ def launch(region: AttentionRegion) -> Launch:
     return run
 
 
-def substitute(module: GraphModule, match: Match) -> None:
+def substitute(match: Match) -> None:
     """Put the call in the place of match.output, and remove the nodes between."""
-    output, fakes = match.output, [n.meta["val"] for n in match.inputs]
+    rank = match.output.meta["val"].dim()
 
     def call(*tensors: Tensor) -> Tensor:
         found = attend(match.region, tensors)
-        return found.squeeze(-1) if found.dim() > output.meta["val"].dim() else found
+        return found.squeeze(-1) if found.dim() > rank else found
 
-    with fakes[0].fake_mode:
-        traced = make_fx(call, pre_dispatch=True)(*fakes)
-    inputs = [n for n in traced.graph.nodes if n.op == "placeholder"]
-    names: dict[Node, Node] = dict(zip(inputs, match.inputs, strict=True))
-    with module.graph.inserting_before(output):
-        for node in traced.graph.nodes:
-            if node.op == "call_function":
-                names[node] = module.graph.node_copy(node, names.__getitem__)
-                names[node].meta = {**node.meta, "stack_trace": output.meta.get("stack_trace")}
-    output.replace_all_uses_with(names[traced.graph.output_node().args[0]])  # type: ignore[index]
-    for dead in [output, *reversed(match.interior)]:
-        module.graph.erase_node(dead)
+    take_place(match, inline(match.output, call, match.inputs))

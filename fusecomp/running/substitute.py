@@ -44,10 +44,15 @@ def substitute(module: GraphModule, match: Match, key: str, operation: str = "at
         if len(shape) > output.meta["val"].dim():  # the query axis that O itself does not have
             new = graph.call_function(torch.ops.aten.squeeze.dim, (node, len(shape) - 1))
             described(new, output)
-    output.replace_all_uses_with(new)
-    for dead in [output, *reversed(match.interior)]:
-        graph.erase_node(dead)
+    take_place(match, new)
     return new
+
+
+def take_place(match: Match, new: Node) -> None:
+    """Let `new` stand for match.output, and remove the nodes between inputs and output."""
+    match.output.replace_all_uses_with(new)
+    for dead in [match.output, *reversed(match.interior)]:
+        dead.graph.erase_node(dead)
 
 
 def length_node(source: tuple[Node, int]) -> Node | int:
