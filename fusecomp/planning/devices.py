@@ -59,7 +59,7 @@ DEVICES: dict[str, Device] = {
         _nvidia("rtx-4090", "sm_89", 128, (165.2, 82.6, 82.6), 2.52, 1.008, 72, 24, CONSUMER),
         _nvidia("h100-pcie", "sm_90", 114, (756, 378, 51), 1.755, 2.0, 50, 80, HOPPER),
         _nvidia("h100-sxm", "sm_90", 132, (989, 495, 67), 1.83, 3.35, 50, 80, HOPPER),
-        # Measured: 8192^3 bfloat16 product 786 TFLOP/s, reading sums 4.46 TB/s (data sheet: 989, 4.8)
+        # Measured: 786 TFLOP/s, reads at 4.46 TB/s (bench/records/ceilings_h200.json); data sheet: 989, 4.8
         _nvidia("h200", "sm_90", 132, (786, 393, 53), 1.755, 4.4, 50, 141, HOPPER),
         _nvidia("b200", "sm_100", 148, (2250, 1125, 75), 1.965, 8.0, 126, 180, HOPPER),
         MI300X,
