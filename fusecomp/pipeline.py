@@ -25,6 +25,8 @@ from fusecomp.graph.capture import capture, may_hold_attention, uses_functorch
 from fusecomp.graph.facts import Place, op_name, place
 from fusecomp.patterns.attention import Declined, recognise
 from fusecomp.patterns.build import Match
+from fusecomp.patterns.dropout import put_back as unseed
+from fusecomp.patterns.dropout import seed_dropouts
 from fusecomp.patterns.sdpa import PLAIN, plain_calls, put_back, write_out
 from fusecomp.report import Entry
 from fusecomp.running import library
@@ -61,6 +63,7 @@ def compile_graph(gm: GraphModule, values: Sequence[Any], options: Options) -> C
         return Compilation(gm, tuple(untraceable(gm)))
     captured = capture(gm, values)
     written = write_out(captured)
+    dropouts = seed_dropouts(captured)
     entries = list(plain_sdpa(captured))
     taken = set()
     learning = learners(captured, values)
@@ -71,6 +74,7 @@ def compile_graph(gm: GraphModule, values: Sequence[Any], options: Options) -> C
         entries.append(entry)
     put_back(written, taken)
     captured.graph.eliminate_dead_code()
+    unseed(captured, dropouts)
     captured.recompile()
     entries = [replace(e, index=i) for i, e in enumerate(entries)]
     return Compilation(captured if taken else gm, tuple(entries))

@@ -12,6 +12,7 @@ from fusecomp.graph.facts import dtype, place, shape, storage, written_arguments
 from fusecomp.ir.algebra import ZERO, const
 from fusecomp.ir.expr import Const, Expr, Load, Reduce, Score, Var, parts, transform
 from fusecomp.ir.region import Access, AttentionRegion, Operand, Product
+from fusecomp.patterns import dropout
 from fusecomp.patterns.lift import Decline, Lift
 from fusecomp.patterns.masks import Masked, oriented, sees_a_key, sees_nothing, split
 from fusecomp.patterns.naming import Lengths, SizeSource, memory_order, operand_names, renamed
@@ -47,6 +48,7 @@ def build(lift: Lift, found: Found, anchor: Node) -> Match:
         raise Decline("each score depends on others through a reduction", anchor)
     if sees_nothing(scores.keep):
         raise Decline("no query sees any key", anchor)
+    dropout.check(found.weights, found.index("kv_idx"), anchor)
     held = [scores.score, *scores.keep, found.weights.scores, found.weights.factor, found.weights.sink or ZERO]
     products = dict(score_products(lift, found, held, anchor))
     v = value_access(lift, found)

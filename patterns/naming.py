@@ -10,6 +10,7 @@ from torch.fx import Node
 
 from fusecomp.graph.facts import op_name, shape, size_expr, value
 from fusecomp.ir.expr import Cast, Const, Expr, Load, Size, Var, transform
+from fusecomp.patterns.dropout import draws
 from fusecomp.patterns.lift import Decline, Lift
 from fusecomp.patterns.products import Found, Pair
 
@@ -18,13 +19,15 @@ SizeSource: TypeAlias = "int | Node | tuple[Node, int]"
 
 
 def operand_names(pairs: Sequence[Pair], v: Load, held: Sequence[Expr], products: set[Load]) -> dict[str, str]:
-    """FX name -> operand name: q, k, v, then load0, load1 ... in order of appearance."""
+    """FX name -> operand name: q, k, v, then seed, seed1 ... of dropouts, load0, load1 ... in order of appearance."""
     names: dict[str, str] = {}
     for count, pair in enumerate(pairs):
         suffix = "" if count == 0 else str(count)
         names.setdefault(pair.q.tensor, f"q{suffix}")
         names.setdefault(pair.k.tensor, f"k{suffix}")
     names.setdefault(v.tensor, "v")
+    for i, seed in enumerate(dict.fromkeys(word.operands[0].tensor for e in held for word in draws(e))):
+        names[seed] = f"seed{i or ''}"
     sides = [x for pair in pairs for x in (pair.q, pair.k)]
     for e in [*held, *(i for x in [*sides, v] for i in x.index)]:
         for x in ordered_loads(e):

@@ -1,15 +1,15 @@
 """F.scaled_dot_product_attention, written out, so that the recogniser has one thing to read.
 
-    SDPA(Q, K, V, mask) = softmax(scale * Q K^T + mask) V,   a query whose mask is all False gives 0
+    SDPA(Q, K, V, mask, p) = dropout(softmax(scale * Q K^T + mask), p) V,   a query whose mask is all False gives 0
 
-Only calls with a mask are written out: without one, PyTorch's own flash kernels already run the call.
+Only calls that PyTorch's own flash kernels do not run are written out: those with a mask, and with dropout on a CPU.
 """
 
 from __future__ import annotations
 
 import contextlib
 import math
-from typing import Any
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -23,45 +23,71 @@ CALL = "scaled_dot_product_attention"
 PLAIN = "PyTorch's own flash kernels run a scaled_dot_product_attention call that has no mask tensor"
 
 
-def definition(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float | None) -> Tensor:
+@dataclass(frozen=True)
+class How:
+    """What a call says beside its tensors."""
+
+    p: float
+    causal: bool
+    scale: float | None
+
+    @staticmethod
+    def of(call: Node) -> How:
+        p, scale = value(argument(call, 4, "dropout_p", 0.0)), value(argument(call, 6, "scale"))
+        return How(p, bool(argument(call, 5, "is_causal", False)), scale)
+
+
+def definition(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, how: How) -> Tensor:
     """The meaning of one call. q [.., H, M, D], k and v [.., Hkv, N, D], mask bool (True counts) or additive."""
     if k.dim() > 2 and k.shape[-3] != q.shape[-3]:
         groups = q.shape[-3] // k.shape[-3]
         k, v = k.repeat_interleave(groups, -3), v.repeat_interleave(groups, -3)
-    scores = torch.matmul(q, k.transpose(-2, -1)) * (1 / math.sqrt(q.shape[-1]) if scale is None else scale)
-    if mask.dtype == torch.bool:
+    scale = 1 / math.sqrt(q.shape[-1]) if how.scale is None else how.scale
+    scores = torch.matmul(q, k.transpose(-2, -1)) * scale
+    if how.causal:
+        mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).tril()
+    if mask is not None and mask.dtype == torch.bool:
         scores = scores.masked_fill(mask.logical_not(), float("-inf"))
         weights = torch.softmax(scores, -1).nan_to_num(0.0)
     else:
-        weights = torch.softmax(scores + mask, -1)
+        weights = torch.softmax(scores if mask is None else scores + mask, -1)
+    if how.p:
+        weights = torch.dropout(weights, how.p, True)
     return torch.matmul(weights.to(v.dtype), v)
 
 
-def masked_calls(module: GraphModule) -> list[Node]:
-    """SDPA calls that PyTorch's flash kernels do not take: those with a mask tensor and without dropout."""
-    calls = [n for n in module.graph.nodes if op_name(n) == CALL]
-    return [n for n in calls if argument(n, 3, "attn_mask") is not None and not argument(n, 4, "dropout_p", 0.0)]
+def plain(call: Node) -> bool:
+    """Whether PyTorch's own flash kernels run an SDPA call: without a mask tensor, and on a CPU without dropout."""
+    drops_on_cpu = How.of(call).p != 0 and value(call).device.type == "cpu"
+    return argument(call, 3, "attn_mask") is None and not drops_on_cpu
+
+
+def calls(module: GraphModule) -> list[Node]:
+    """Every SDPA call."""
+    return [n for n in module.graph.nodes if op_name(n) == CALL]
 
 
 def plain_calls(module: GraphModule) -> list[Node]:
-    """The other SDPA calls, which stay as they are."""
-    masked = set(masked_calls(module))
-    return [n for n in module.graph.nodes if op_name(n) == CALL and n not in masked]
+    """The SDPA calls that stay as they are."""
+    return [n for n in calls(module) if plain(n)]
 
 
 def write_out(module: GraphModule) -> dict[Node, Node]:
-    """Put each masked call's definition in its place. Returns {definition's output: the call}, for `put_back`."""
+    """Put the definition of each other call in its place. Returns {definition's output: the call}, for `put_back`."""
     written = {}
-    for call in masked_calls(module):
-        with contextlib.suppress(TypeError):  # a scale that is not a number
-            written[_write_out(call)] = call
+    for call in calls(module):
+        if not plain(call):
+            with contextlib.suppress(TypeError):  # a scale that is not a number
+                written[_write_out(call)] = call
     return written
 
 
 def _write_out(call: Node) -> Node:
-    nodes: list[Any] = [*call.args[:3], argument(call, 3, "attn_mask")]
-    scale = value(argument(call, 6, "scale"))
-    output = inline(call, lambda q, k, v, m: definition(q, k, v, m, scale), nodes)
+    mask, how = argument(call, 3, "attn_mask"), How.of(call)
+    if mask is None:
+        output = inline(call, lambda q, k, v: definition(q, k, v, None, how), call.args[:3])  # type: ignore[arg-type]
+    else:
+        output = inline(call, lambda q, k, v, m: definition(q, k, v, m, how), [*call.args[:3], mask])
     call.replace_all_uses_with(output)
     return output
 

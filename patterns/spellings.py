@@ -233,15 +233,6 @@ def retyped(e: Expr, to: str) -> Expr:
     return cast(e, "float32" if target == "float" else to)
 
 
-@rule("dropout", "native_dropout", "feature_dropout", "dropout_")
-def dropout(lift: Lift, node: Node, index: Index) -> Expr:
-    """The identity, unless it really drops."""
-    p, train = argument(node, 1, "p", 0.5), argument(node, 2, "train", True)
-    if train and p != 0:
-        raise Decline(f"dropout with p = {p} in training", node, "dropout inside the kernel is not generated yet")
-    return lift.lift(node.args[0], index)
-
-
 @rule("copy")
 def copied(lift: Lift, node: Node, index: Index) -> Expr:
     """x.copy_(y): y, in x's dtype"""

@@ -219,7 +219,7 @@ def _text(e: Expr) -> tuple[str, int]:
         case Score(term):
             return "score" if term == 0 else f"score{term}", ATOM
         case Load(tensor, index, _):
-            return f"{tensor}[{', '.join(map(text, index))}]", ATOM
+            return f"{tensor}[{', '.join(map(text, index))}]" if index else tensor, ATOM
         case Cast(x, dtype):
             return f"{dtype}({text(x)})", ATOM
         case Reduce(op, var, body):

@@ -14,6 +14,8 @@ from typing import Any
 import sympy
 import torch
 
+from fusecomp.ir.philox import random_words
+
 ATOM, POWER, UNARY, TIMES, PLUS, COMPARE, NOT, AND, OR, CHOICE = range(10)
 """Precedence levels, tightest first. A child binding looser than its parent is parenthesised."""
 
@@ -122,4 +124,6 @@ PRIMITIVES: dict[str, Primitive] = _table(
     Primitive(
         "isnan", "isnan({0})", ATOM, torch.isnan, sympy.Function("isnan"), "bool", "({0} != {0})", "torch.isnan({0})"
     ),
+    # A word in [0, 2^32) of a seed and a place (batch, row, key), a quarter of a call of Philox
+    Primitive("random", "random({0}, {1}, {2}, {3})", ATOM, random_words, sympy.Function("random"), "int", fma=25),
 )

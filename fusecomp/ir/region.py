@@ -178,7 +178,7 @@ def describe(region: AttentionRegion) -> Iterator[str]:
         yield f"    elsewhere S = {region.fill!r}; a row that sees no key averages over all of them"
     if region.sink is not None:
         yield f"    sink  {text(region.sink)}"
-    weights = "softmax(S)" if region.weight == Const(1.0) else f"({text(region.weight)} * softmax(S))"
+    weights = "softmax(S)" if region.weight == Const(1.0) else f"({_clause(region.weight)} * softmax(S))"
     empty = ", 0 where no key is seen" if region.empty_row == "zero" else ""
     yield f"    O = {weights} {region.v}{empty}"
 

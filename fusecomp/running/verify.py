@@ -108,7 +108,7 @@ def fingerprint(match: Match) -> str:
     for node in sorted(match.path, key=lambda n: n):
         numbers[node] = f"n{len(numbers)}"
         args = torch.fx.map_arg((node.args, node.kwargs), lambda n: numbers.get(n, "?"))
-        lines.append(f"{numbers[node]} = {node.target}{args}")
+        lines.append(f"{numbers[node]} = {getattr(node.target, '__qualname__', node.target)}{args}")
     return "\n".join(lines)
 
 
