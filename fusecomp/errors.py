@@ -33,3 +33,11 @@ class VerificationError(FusecompError):
 
 class CacheError(FusecompError):
     """A cache directory that cannot be trusted or used."""
+
+
+class OutOfBlocks(FusecompError):
+    """A paged cache has too few free blocks; nothing was changed."""
+
+
+class SequenceError(FusecompError, ValueError):
+    """A sequence of a paged cache that is unknown, or not in a state for what is asked; nothing was changed."""

@@ -20,6 +20,7 @@ FLOORS = {
     "fusecomp.settings": 0,
     "fusecomp.ir": 0,
     "fusecomp.graph": 1,
+    "fusecomp.paged": 1,
     "fusecomp.patterns": 2,
     "fusecomp.planning": 3,
     "fusecomp.codegen": 4,

@@ -1,0 +1,144 @@
+"""A paged key-value cache in plain PyTorch: blocks on the host, pages and step tensors of fixed address on the device.
+
+    cache = PagedKVCache(layers=2, kv_heads=4, head_dim=64, num_blocks=1024, max_seqs=8, max_len=2048)
+    seq = cache.add(prompt)                              # begins with the blocks that others hold already
+    cache.append(seq, prompt[cache.length(seq):])        # or OutOfBlocks, and nothing changed
+    step = cache.step([seq])                             # the tensors of everything that was appended
+    cache.write(layer, k, v, step)                       # in the model, for each layer
+    out = cache.attend(layer, q, step)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fusecomp.errors import SequenceError
+from fusecomp.paged import attention
+from fusecomp.paged.step import Part, Step, StepBuffers
+from fusecomp.paged.tables import BlockTables
+
+
+class PagedKVCache(BlockTables):
+    """Block tables with pages behind them: for each layer keys and values [num_blocks + 2, block_size, Hkv, D].
+
+    The last two pages belong to no sequence: table entries past the end name the first, which stays zero; what has no
+    slot (-1) is written to the second, which nobody reads.
+    """
+
+    def __init__(
+        self,
+        *,
+        layers: int = 0,
+        kv_heads: int = 1,
+        head_dim: int = 1,
+        v_head_dim: int | None = None,
+        num_blocks: int,
+        block_size: int = 16,
+        max_seqs: int = 1,
+        max_len: int,
+        max_tokens: int | None = None,
+        share_prefixes: bool = True,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        super().__init__(num_blocks, block_size, max_len, share_prefixes)
+        self.keys: list[Tensor] = []
+        self.values: list[Tensor] = []
+        self.device = torch.device(device)
+        self.null, self.dump = num_blocks, num_blocks + 1
+        width = self._blocks_of(max_len)
+        self._buffers = StepBuffers(max_seqs, width, max_tokens or max(max_seqs, max_len), self.null, self.device)
+        self._copies: dict[int, int] = {}  # target: source, not copied yet
+        for _ in range(layers):
+            self.add_layer(kv_heads, head_dim, head_dim if v_head_dim is None else v_head_dim, dtype)
+
+    def add_layer(self, kv_heads: int, head_dim: int, v_head_dim: int, dtype: torch.dtype) -> int:
+        """Pages of one more layer; its number."""
+        for pages, d in ((self.keys, head_dim), (self.values, v_head_dim)):
+            shape = (self.allocator.num_blocks + 2, self.block_size, kv_heads, d)
+            pages.append(torch.zeros(shape, dtype=dtype, device=self.device))
+            torch._dynamo.mark_static_address(pages[-1])
+        return len(self.keys) - 1
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of one block, over all layers."""
+        return sum(x[0].numel() * x.element_size() for x in (*self.keys, *self.values))
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of one token, over all layers."""
+        return self.block_bytes // self.block_size
+
+    # ------------------------------------------------------------------------------------------------------------
+    # One step
+
+    def step(self, seqs: Sequence[int], rows: int | None = None, columns: int | None = None, tokens: int = 0) -> Step:
+        """The tensors of what is pending in these sequences; built again before anything is appended, the same step.
+
+        Packed, or `columns` places in each row. `rows` and `tokens` pad to a fixed size, as graphs need.
+        """
+        held = [self._resident(seq, "step") for seq in seqs]
+        if len(set(seqs)) < len(seqs):
+            raise SequenceError("step: a sequence is named twice: it can have one row only")
+        parts = [Part(h.blocks, h.written, h.length) for h in held]
+        tokens = max(tokens, sum(part.count for part in parts))
+        step = self._buffers.fill(parts, self.block_size, len(seqs) if rows is None else rows, columns, tokens)
+        self._flush()
+        for h in held:
+            h.sent = h.length
+        return step
+
+    def write(self, layer: int, k: Tensor, v: Tensor, step: Step) -> None:
+        """The keys and values of the new tokens, [B, M, Hkv, D] or [T, Hkv, D], into their slots."""
+        attention.write(self.keys[layer], k, step.slot_mapping)
+        attention.write(self.values[layer], v, step.slot_mapping)
+
+    def attend(
+        self,
+        layer: int,
+        q: Tensor,
+        step: Step,
+        *,
+        scale: float | None = None,
+        softcap: float | None = None,
+        window: int | None = None,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
+        """Causal attention of the new tokens, q [B, M, H, D] or [T, H, D], over all tokens of their sequences."""
+        place = step.positions if step.packed else step.seq_lens
+        form = attention.packed if step.packed else attention.rows
+        pages = self.keys[layer], self.values[layer]
+        variant: dict[str, Any] = {"scale": scale, "softcap": softcap, "window": window, "sinks": sinks}
+        return form(q, *pages, step.block_table, place, step.cu_seqlens_q, **variant)
+
+    # ------------------------------------------------------------------------------------------------------------
+    # Pages that move
+
+    def _copy(self, source: int, target: int) -> None:
+        """Copied with others before the next step; at once what reads or writes the target of an earlier one."""
+        if source in self._copies or target in self._copies:
+            self._flush()
+        self._copies[target] = source
+
+    def _flush(self) -> None:
+        if self._copies:
+            to, of = (torch.tensor(list(x), device=self.device) for x in (self._copies, self._copies.values()))
+            for pages in (*self.keys, *self.values):
+                pages[to] = pages[of]
+            self._copies = {}
+
+    def _save(self, blocks: Sequence[int]) -> list[Tensor]:
+        self._flush()
+        at = torch.tensor(blocks, dtype=torch.long, device=self.device)
+        return [pages[at].cpu() for pages in (*self.keys, *self.values)]
+
+    def _load(self, saved: Any, places: Sequence[int], blocks: Sequence[int]) -> None:
+        self._flush()
+        to, of = torch.tensor(blocks, dtype=torch.long), torch.tensor(places, dtype=torch.long)
+        for pages, kept in zip((*self.keys, *self.values), saved, strict=True):
+            pages[to.to(self.device)] = kept[of].to(self.device)

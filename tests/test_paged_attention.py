@@ -1,0 +1,70 @@
+"""Attention over pages equals dense attention, and the backend reads the pages themselves."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from paging import BLOCK, H, cache_of, dense, filled, holds, more, run
+
+import fusecomp
+from fusecomp import backend
+from fusecomp.pipeline import Compilation
+
+
+@pytest.fixture(autouse=True)
+def fresh(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FUSECOMP_CACHE_DIR", str(tmp_path_factory.getbasetemp() / "paged"))
+    torch._dynamo.reset()
+    fusecomp.reset()
+
+
+VARIANTS: dict[str, dict[str, Any]] = {
+    "plain": {}, "window": {"window": 6}, "soft cap": {"softcap": 2.0, "scale": 0.5},
+    "sinks": {"sinks": torch.linspace(-1, 1, H)},
+    "all": {"window": 5, "softcap": 3.0, "sinks": torch.linspace(-2, 1, H)},
+}  # fmt: skip
+
+
+FORMS: dict[str, tuple[tuple[int, ...], dict[str, Any]]] = {
+    "decode": ((1, 1, 1), {"columns": 1}),
+    "decode in a fixed batch": ((1, 1, 1), {"columns": 1, "rows": 5}),
+    "drafts": ((3, 3, 3), {"columns": 3}),
+    "drafts of several lengths": ((1, 3, 2), {"columns": 3, "rows": 4}),
+    "packed": ((1, 5, 2), {}),
+    "packed in a fixed size": ((1, 5, 2), {"tokens": 11, "rows": 4}),
+}
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("form", FORMS)
+def test_attention_over_pages_is_attention(form: str, variant: str) -> None:
+    cache = cache_of()
+    seqs = filled(cache)
+    counts, shape = FORMS[form]
+    more(cache, seqs, counts)
+    got = run(cache, seqs, **shape, **VARIANTS[variant])
+    for (seq, tokens), count in zip(seqs.items(), counts, strict=True):
+        torch.testing.assert_close(got[seq].double(), dense(tokens, count, **VARIANTS[variant]), rtol=1e-4, atol=1e-5)
+    holds(cache, seqs)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("form", FORMS)
+def test_the_backend_reads_the_pages(form: str, variant: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    cache = cache_of()
+    seqs = filled(cache)
+    counts, shape = FORMS[form]
+    more(cache, seqs, counts)
+    heard: list[Compilation] = []
+    monkeypatch.setattr(backend, "_listeners", [heard])
+    fast = torch.compile(cache.attend, backend="fusecomp", options={"inner": "eager", "strict": True})
+    with torch.no_grad():
+        got = run(cache, seqs, fast, **shape, **VARIANTS[variant])
+    (entry,) = (e for c in heard for e in c.entries)
+    assert entry.status == "fused", entry.reason
+    score, value = str(entry.region.products[0].k), str(entry.region.v)
+    assert f"kv_idx // {BLOCK}" in score and f"kv_idx // {BLOCK}" in value  # noqa: PT018
+    for (seq, tokens), count in zip(seqs.items(), counts, strict=True):
+        torch.testing.assert_close(got[seq].double(), dense(tokens, count, **VARIANTS[variant]), rtol=1e-4, atol=1e-5)
