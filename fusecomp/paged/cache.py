@@ -88,7 +88,7 @@ class PagedKVCache(BlockTables):
         parts = [Part(h.blocks, h.written, h.length) for h in held]
         tokens = max(tokens, sum(part.count for part in parts))
         step = self._buffers.fill(parts, self.block_size, len(seqs) if rows is None else rows, columns, tokens)
-        self._flush()
+        self.flush()
         for h in held:
             h.sent = h.length
         return step
@@ -122,10 +122,11 @@ class PagedKVCache(BlockTables):
     def _copy(self, source: int, target: int) -> None:
         """Copied with others before the next step; at once what reads or writes the target of an earlier one."""
         if source in self._copies or target in self._copies:
-            self._flush()
+            self.flush()
         self._copies[target] = source
 
-    def _flush(self) -> None:
+    def flush(self) -> None:
+        """Copy what forks have to copy; a step does it."""
         if self._copies:
             to, of = (torch.tensor(list(x), device=self.device) for x in (self._copies, self._copies.values()))
             for pages in (*self.keys, *self.values):
@@ -133,12 +134,12 @@ class PagedKVCache(BlockTables):
             self._copies = {}
 
     def _save(self, blocks: Sequence[int]) -> list[Tensor]:
-        self._flush()
+        self.flush()
         at = torch.tensor(blocks, dtype=torch.long, device=self.device)
         return [pages[at].cpu() for pages in (*self.keys, *self.values)]
 
     def _load(self, saved: Any, places: Sequence[int], blocks: Sequence[int]) -> None:
-        self._flush()
+        self.flush()
         to, of = torch.tensor(blocks, dtype=torch.long), torch.tensor(places, dtype=torch.long)
         for pages, kept in zip((*self.keys, *self.values), saved, strict=True):
             pages[to.to(self.device)] = kept[of].to(self.device)
