@@ -88,9 +88,10 @@ def _signature(
 ) -> tuple[dict[str, str], dict[tuple[int], int], dict[Any, Any]]:
     """(types, constants, alignments): innermost strides are 1, pointers and other strides multiples of 16."""
     region = source.region
-    dtypes = {"out": region.out_dtype, **{o.name: o.dtype for o in region.operands}}
+    dtypes = {"out": region.out_dtype, "tiles": "int32", "states": "int8", **{o.name: o.dtype for o in region.operands}}
     known = {f"{o.name}_stride_{len(o.shape) - 1}": 1 for o in region.operands}
     known |= {f"out_stride_{region.out_order[-1]}": 1, "BLOCK_M": plan.block_m, "BLOCK_N": plan.block_n}
+    known["TILES"] = 64  # of a table of tiles
     types: dict[str, str] = {}
     for p in params:  # a gradient is like what it is the gradient of
         pointer = POINTERS[dtypes.get(p.removesuffix("_ptr").removeprefix("grad_"), "float32")]

@@ -58,6 +58,9 @@ def _plan(plan: TilePlan) -> Iterator[str]:
     yield f"Plan{device}: {plan.skeleton}, tiles of {plan.block_m} rows x {plan.block_n} keys{pack},"
     through = "; K and V through tensor descriptors" if plan.loads == "descriptor" else ""
     yield f"    {plan.warps} warps, {plan.stages} stages{through}."
+    if plan.visits == "table":
+        yield "Tiles in which no query sees a key are not visited, and the longest run of those that every query sees"
+        yield "whole reads no mask: `list_visits` finds them in the mask's data, once for all launches that share it."
     if plan.cost is not None:
         yield _cost(plan.cost)
 

@@ -31,6 +31,7 @@ from fusecomp.codegen.program import batch_axes, columns, edge_loop, full_range,
 from fusecomp.codegen.selfcheck import selfcheck
 from fusecomp.codegen.skeletons import COMBINE, DECODE, MODULE, PREFILL, fill
 from fusecomp.codegen.source import KernelSource, check, names_read, tidy
+from fusecomp.codegen.table import full_tiles, other_tiles, table_kernels, table_row, visits_of
 from fusecomp.codegen.tile import edge_tile, full_tile, rescue
 from fusecomp.errors import KernelError
 from fusecomp.ir.region import AttentionRegion
@@ -62,7 +63,7 @@ def emit(region: AttentionRegion, plan: TilePlan, saves_lse: bool = False) -> Ke
             "out_axes": ", ".join(region.out_axes),
             "launcher": launcher,
             "lse": ", lse" if saves_lse else "",
-            "selfcheck": selfcheck(region, saves_lse),
+            "selfcheck": selfcheck(region, saves_lse, visits_of(region, plan) if frame.tabled else None),
         },
     )
     check(name, text)
@@ -74,7 +75,8 @@ RESERVED = frozenset({
     "unit", "units", "rows", "split", "splits", "share", "part", "inside", "kv", "kv_idx", "kv_pos", "key", "live",
     "score", "p", "acc", "row_max", "row_sum", "new_max", "pivot", "rescale", "edge", "k_begin", "k_end", "full_begin",
     "full_end", "out", "lse", "lse_rows", "sizes", "tensors", "torch", "triton", "tl", "attention", "combine",
-    "split_count", "in_rows", "scratch",
+    "split_count", "in_rows", "scratch", "tiles", "states", "tile_states", "list_tiles", "list_visits", "larger",
+    "other", "next_tile", "k_tiles", "seen", "full",
 })  # fmt: skip
 """What the skeletons call their own variables."""
 
@@ -90,8 +92,9 @@ def require_free_names(region: AttentionRegion) -> None:
 def kernel_key(region: AttentionRegion, plan: TilePlan, saves_lse: bool = False) -> str:
     """A hash of what decides the kernel's text: the region's meaning, the tile, the generator."""
     tile = (plan.block_m, plan.block_n, plan.d_chunks, plan.dv_chunks, plan.warps, plan.stages, plan.pack, plan.loads)
+    visits = (plan.visits,) if plan.visits != "bounds" else ()
     more = ("lse",) if saves_lse else ()
-    return hashlib.sha256(repr((VERSION, region.key, plan.skeleton, tile, *more)).encode()).hexdigest()[:16]
+    return hashlib.sha256(repr((VERSION, region.key, plan.skeleton, tile, *visits, *more)).encode()).hexdigest()[:16]
 
 
 def prefill(frame: Frame, saves_lse: bool = False) -> tuple[str, list[str]]:
@@ -101,8 +104,10 @@ def prefill(frame: Frame, saves_lse: bool = False) -> tuple[str, list[str]]:
     program = ["program = tl.program_id(0)", *batch_axes(frame, "program")]
     holes = {**common(frame), "program": program, "state": state(frame), "rescue": rescue(frame)}
     holes["store"] = [*(store_lse(frame) if saves_lse else []), *store(frame)]
-    full_begin = "full_begin" if frame.k_begin != "0" else "0"
+    full_begin = "full_begin" if frame.k_begin != "0" or frame.tabled else "0"
     kernel, params = finished(frame, PREFILL, "attention", {**holes, "full_begin": full_begin})
+    if frame.tabled:
+        kernel = "\n\n".join([kernel, *table_kernels(frame)])
     return kernel, prefill_launch(frame, "attention", params, saves_lse)
 
 
@@ -139,11 +144,11 @@ def common(frame: Frame) -> dict[str, list[str]]:
         "fixed": fixed_loads(frame),
         "query": query_tiles(frame),
         "pointers": tile_pointers(frame),
-        "key_range": key_range(frame),
-        "full_range": full_range(frame),
+        "key_range": table_row(frame) if frame.tabled else key_range(frame),
+        "full_range": full_tiles() if frame.tabled else full_range(frame),
         "descriptors": descriptors(frame),
         "full_tile": full_tile(frame),
-        "edge_loop": edge_loop(frame),
+        "edge_loop": other_tiles(frame) if frame.tabled else edge_loop(frame),
         "edge_tile": edge_tile(frame),
     }
 

@@ -148,6 +148,11 @@ class Frame:
 
         return replace(found, lower=kept(found.lower), upper=kept(found.upper), loose=(*found.loose, *lost))
 
+    @property
+    def tabled(self) -> bool:
+        """Whether the tiles of keys come from a table, made of the mask's data."""
+        return self.plan.visits == "table" and not self.every_key
+
     @cached_property
     def needs_pivot(self) -> bool:
         """Whether a row's maximum may still be -inf after its first tile: not where key 0 is in every row's first tile,
@@ -156,7 +161,7 @@ class Frame:
             return True
         if any(not _reaches_key_0(x) for x in self.reach.upper):
             return True
-        return any(_may_be_minus_inf(x) for x in parts(self.exponent.score))
+        return any(may_be_minus_inf(x) for x in parts(self.exponent.score))
 
     @cached_property
     def element(self) -> Values:
@@ -198,19 +203,21 @@ class Frame:
     @property
     def k_end(self) -> str:
         """Name of the end of the keys that a tile visits."""
-        plain = self.every_key or (not self.reach.upper and self.plan.skeleton == "prefill")
+        plain = self.every_key or self.tabled or (not self.reach.upper and self.plan.skeleton == "prefill")
         return str(self.kv_idx.size) if plain else "k_end"
 
     @cached_property
     def ends_in_the_mask(self) -> bool:
         """Whether a key that the mask keeps is before k_end: its bounds are tested row by row, and one ends at N."""
-        if self.every_key or self.plan.skeleton != "prefill" or not all(x.slope for x in self.reach.upper):
+        visits_all = self.every_key or self.tabled or self.plan.skeleton != "prefill"
+        if visits_all or not all(x.slope for x in self.reach.upper):
             return False
         return any(is_natural(apply("sub", self.kv_idx.size, x.edge)) for x in self.reach.upper)
 
     @property
     def k_begin(self) -> str:
-        return "k_begin" if self.reach.lower or self.plan.skeleton == "decode" else "0"
+        begins = self.plan.skeleton == "decode" or (self.reach.lower and not self.tabled)
+        return "k_begin" if begins else "0"
 
     @property
     def stages(self) -> int:
@@ -263,7 +270,7 @@ def _reaches_key_0(bound: Bound) -> bool:
     return bound.slope >= 0 and is_natural(apply("sub", bound.edge, Const(1)))
 
 
-def _may_be_minus_inf(e: Expr) -> bool:
+def may_be_minus_inf(e: Expr) -> bool:
     """Whether finite scores may become -inf here: by a constant, a bias, or an overflow of half precision."""
     match e:
         case Load(_, _, dtype):

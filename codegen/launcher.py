@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from fusecomp.codegen.descriptors import prepared
 from fusecomp.codegen.frame import Frame
@@ -18,7 +18,7 @@ def parameters(frame: Frame, read: Iterable[str]) -> list[str]:
     """What a kernel takes, of what it reads: pointers, strides, sizes, in the order of the operands."""
     names = set(read)
     tensors = ["out", *(o.name for o in frame.region.operands)]
-    pointers = [f"{t}_ptr" for t in tensors]
+    pointers = [f"{t}_ptr" for t in (*tensors, "tiles", "states")]
     ranks = [len(frame.region.out_axes), *(len(o.shape) for o in frame.region.operands)]
     strides = [f"{t}_stride_{i}" for t, rank in zip(tensors, ranks, strict=True) for i in range(rank)]
     scratch = ["lse_ptr", "part_acc_ptr", "part_max_ptr", "part_sum_ptr", "splits"]
@@ -48,12 +48,14 @@ def wrapped(items: Iterable[str], indent: int = 0, width: int = 100) -> Lines:
     return lines
 
 
-def unpacked(region: AttentionRegion) -> Lines:
+def unpacked(region: AttentionRegion, more: Sequence[str] = ()) -> Lines:
     """The tensors and lengths by name."""
-    operands = ", ".join(o.name for o in region.operands)
-    lines = [f"{operands}{',' * (len(region.operands) == 1)} = tensors"]
-    sizes = region.sizes
-    return [*lines, *([f"{', '.join(sizes)}{',' * (len(sizes) == 1)} = sizes"] if sizes else [])]
+    return by_name([*(o.name for o in region.operands), *more], region.sizes)
+
+
+def by_name(tensors: Sequence[str], sizes: Sequence[str]) -> Lines:
+    lists = (("tensors", tensors), ("sizes", sizes))
+    return [f"{', '.join(names)}{',' * (len(names) == 1)} = {what}" for what, names in lists if names]
 
 
 def units(frame: Frame) -> str:
@@ -85,7 +87,8 @@ def prefill_launch(frame: Frame, kernel: str, params: list[str], saves_lse: bool
     empty = no_keys(frame)
     if empty and saves_lse:
         empty.insert(1, '    lse.fill_(float("-inf"))')
-    return [*unpacked(frame.region), *empty, *prepared(frame), *call(kernel, units(frame), params, frame)]
+    named = unpacked(frame.region, ["tiles"] if frame.tabled else [])
+    return [*named, *empty, *prepared(frame), *call(kernel, units(frame), params, frame)]
 
 
 def no_keys(frame: Frame) -> Lines:

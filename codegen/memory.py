@@ -98,6 +98,12 @@ def tile_pointers(frame: Frame) -> Lines:
     for t, product in enumerate(frame.region.products):
         lines += _operand_pointers(frame, f"k{t or ''}", product.k, product.d, frame.d_chunks(t), keys_first=False)
     lines += _operand_pointers(frame, "v", frame.region.v, frame.region.dv, frame.dv_chunks, keys_first=True)
+    return [*lines, *element_pointers(frame)]
+
+
+def element_pointers(frame: Frame) -> Lines:
+    """Where the loads of the score and the mask begin, and the places inside their tiles."""
+    lines: Lines = []
     for name, x in frame.element.tiles:
         a = _element_address(frame, x)
         lines.append(f"{name}_base = {' + '.join([f'{x.tensor}_ptr', *_element_base(frame, a)])}")

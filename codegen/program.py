@@ -18,7 +18,7 @@ def batch_axes(frame: Frame, program: str) -> Lines:
     size = triton_text(frame.q_idx.size, frame.names)
     tile = f"{program} % q_tiles"
     lines = [f"q_tiles = tl.cdiv({size}, {frame.rows_per_tile_name})"]
-    if frame.heavy_last:
+    if frame.heavy_last or frame.tabled:
         lines.append("# The tile with most keys first: the grid's tail is short")
         tile = f"(q_tiles - 1 - {tile})"
     lines.append(f"q_start = {tile} * {frame.rows_per_tile_name}")

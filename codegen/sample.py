@@ -21,16 +21,16 @@ class Sample:
     tensors: tuple[str, ...]
 
 
-def sample(region: AttentionRegion) -> Sample:
+def sample(region: AttentionRegion, queries: int = QUERIES, keys: int = KEYS) -> Sample:
     """Lengths for a region's sizes, and random operands that fit them."""
-    sizes = _sizes(region)
+    sizes = _sizes(region, queries, keys)
     return Sample(sizes, tuple(_tensor(region, o, sizes) for o in region.operands))
 
 
-def _sizes(region: AttentionRegion) -> dict[str, int]:
-    """M 37, N 53; batch axes 2, times what their index is divided by (6 heads where 3 share a key head)."""
+def _sizes(region: AttentionRegion, queries: int, keys: int) -> dict[str, int]:
+    """M and N; batch axes 2, times what their index is divided by (6 heads where 3 share a key head)."""
     found = dict.fromkeys(region.sizes, OTHER)
-    for v, n in [*((v, 2 * _groups(region, v)) for v in region.batch), (region.q_idx, QUERIES), (region.kv_idx, KEYS)]:
+    for v, n in [*((v, 2 * _groups(region, v)) for v in region.batch), (region.q_idx, queries), (region.kv_idx, keys)]:
         if isinstance(v.size, Size):
             found[v.size.name] = n
     return found

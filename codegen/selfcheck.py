@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from fusecomp.codegen.frame import score_name
 from fusecomp.codegen.launcher import unpacked
 from fusecomp.codegen.logsumexp import sample_lse
 from fusecomp.codegen.printer import Names, show, triton_text
-from fusecomp.codegen.sample import sample
+from fusecomp.codegen.sample import KEYS, QUERIES, sample
 from fusecomp.codegen.skeletons import fill
 from fusecomp.codegen.wrap import wrapped_lines
 from fusecomp.ir.algebra import apply
@@ -39,10 +41,12 @@ def main():
     tensors = [
         «tensors»
     ]
+    «blocks»
     expected = reference(tensors, sizes)
     out = torch.empty(expected.shape, dtype=torch.«out_dtype»)
     «lse»
-    launch(out, tensors, sizes«lse_argument»)
+    «tiles»
+    launch(out, «given», sizes«lse_argument»)
     torch.testing.assert_close(out.float(), expected, atol=«tolerance», rtol=«tolerance», equal_nan=True)
     print(f"agrees with PyTorch within «tolerance», at sizes {sizes}")
 
@@ -52,14 +56,45 @@ if __name__ == "__main__":
 '''
 
 
-def selfcheck(region: AttentionRegion, saves_lse: bool = False) -> list[str]:
-    """reference() and main()."""
-    found = sample(region)
+@dataclass(frozen=True)
+class Visits:
+    """A table of tiles to visit, for a sample: what it takes, and the sides of a tile."""
+
+    tensors: tuple[str, ...]
+    sizes: tuple[str, ...]
+    rows: int
+    keys: int
+
+    def blocks(self, region: AttentionRegion) -> Lines:
+        """Masks with a full tile and an empty one."""
+        plain = {"bool": ("True", "False")}
+        lines = []
+        for i, o in enumerate(region.operands):
+            values = plain.get(o.dtype, ("0.0", 'float("-inf")') if o.dtype.startswith(("float", "bfloat")) else ())
+            at = f"tensors[{i}][..., :{self.rows}, "
+            if o.name in self.tensors and values:
+                lines.append(f"{at}:{self.keys}], {at}{self.keys} : {2 * self.keys}] = {', '.join(values)}")
+        return lines
+
+    def listed(self, region: AttentionRegion) -> str:
+        """tiles = list_visits(...)."""
+        names = [o.name for o in region.operands]
+        tensors = ", ".join(f"tensors[{names.index(t)}]" for t in self.tensors)
+        sizes = ", ".join(f"sizes[{region.sizes.index(s)}]" for s in self.sizes)
+        return f"tiles = list_visits([{tensors}], [{sizes}])"
+
+
+def selfcheck(region: AttentionRegion, saves_lse: bool = False, visits: Visits | None = None) -> list[str]:
+    """reference() and main(). `visits`: of a kernel that visits by a table."""
+    found = sample(region, QUERIES + visits.rows, KEYS + 2 * visits.keys) if visits else sample(region)
     narrow = {region.out_dtype, region.pv_dtype, *(p.dtype for p in region.products)} - {"float32"}
     holes = {
         **dense(region),
         "lse": [sample_lse(region, dict(found.sizes))] if saves_lse else [],
         "lse_argument": ", lse" if saves_lse else "",
+        "blocks": visits.blocks(region) if visits else [],
+        "tiles": [visits.listed(region)] if visits else [],
+        "given": "[*tensors, tiles]" if visits else "tensors",
         "where": INTERPRETED if "bfloat16" not in narrow else ON_GPU,
         "sizes": ", ".join(str(found.sizes[name]) for name in region.sizes),
         "tensors": [f"{t}," for t in found.tensors],

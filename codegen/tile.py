@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from dataclasses import replace
 
 from fusecomp.codegen.base2 import LOG2E, Exponent
+from fusecomp.codegen.cheaper import cheaper
 from fusecomp.codegen.descriptors import described_keys, described_values, descriptors
-from fusecomp.codegen.frame import Frame, score_name
+from fusecomp.codegen.frame import Frame, may_be_minus_inf, merged, score_name
 from fusecomp.codegen.memory import element_loads, key_loads, row_loads, value_loads
 from fusecomp.codegen.printer import literal, show, triton_dtype, triton_text
 from fusecomp.codegen.program import state
 from fusecomp.ir.algebra import apply
-from fusecomp.ir.expr import Expr, Score, Var
+from fusecomp.ir.data import unmasked
+from fusecomp.ir.expr import Expr, Score, Var, parts
 from fusecomp.ir.primitives import TIMES
 
 Lines = list[str]
@@ -23,15 +26,31 @@ def indented(lines: Sequence[str], by: int = 4) -> Lines:
 
 
 def full_tile(frame: Frame) -> Lines:
-    """A tile whose every key is inside the bounds: only the loose terms of the mask are tested."""
-    return visit(frame, frame.exponent, frame.reach.loose, edge=False, pivot=frame.needs_pivot)
+    """A tile whose every key is inside the bounds: only the loose terms of the mask are tested. One that the table
+    calls full needs no mask at all."""
+    e = frame.exponent
+    if not frame.tabled:
+        return visit(frame, e, frame.reach.loose, edge=False, pivot=frame.needs_pivot)
+    plain = frame.packed(cheaper(merged(unmasked(frame.region), frame.summed)))
+    e = replace(e, score=plain) if e.natural else e
+    return visit(frame, e, [], edge=False, pivot=any(map(may_be_minus_inf, parts(e.score))))
+
+
+def masked_tile(frame: Frame) -> Lines:
+    """A tile that the table calls neither full nor empty."""
+    return visit(frame, frame.exponent, _kept(frame), edge=False, pivot=frame.needs_pivot)
 
 
 def edge_tile(frame: Frame) -> Lines:
     """A tile that a bound, or the end of the keys, cuts."""
     level = [x.term for x in frame.reach.upper if x.slope]  # the others are what k_end says
     tests = [x.term for x in frame.reach.lower] + level + list(frame.reach.loose)
-    return visit(frame, frame.exponent, tests, edge=True, pivot=frame.needs_pivot)
+    return visit(frame, frame.exponent, _kept(frame) if frame.tabled else tests, edge=True, pivot=frame.needs_pivot)
+
+
+def _kept(frame: Frame) -> list[Expr]:
+    """Every term of the mask."""
+    return [frame.packed(e) for e in frame.region.keep]
 
 
 def visit(frame: Frame, e: Exponent, tests: Sequence[Expr], edge: bool, pivot: bool) -> Lines:

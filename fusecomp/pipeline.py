@@ -126,7 +126,8 @@ def compile_match(
     if verdict is not None and not verdict.passed:
         return fallen_back(base, f"the kernel {verdict}", options)
     register(lowered.key, Kernel(match.region, lowered.launch, lowered.backward))
-    substitute(module, match, lowered.key, operation_for(lowered))
+    tiles = lowered.plan if lowered.lowering == "triton" else None
+    substitute(module, match, lowered.key, operation_for(lowered), tiles)
     return replace(base, status="fused")
 
 

@@ -74,7 +74,7 @@ def _machine_code(source: KernelSource, device: Device) -> str:
     """Every kernel of the file, compiled for `device`: what it takes, and its assembly. No GPU is needed."""
     from fusecomp.codegen.compiled import cross_compile
 
-    kernels = re.findall(r"^@triton\.jit.*\ndef (\w+)\(", source.text, re.MULTILINE)
+    kernels = re.findall(r"^@triton\.jit\(.*\ndef (\w+)\(", source.text, re.MULTILINE)
     made = {name: cross_compile(source, device.capability or device.arch, name) for name in kernels}
     return "\n".join(
         f"// {source.name}: {name} for {device.arch}: {m.shared} B of shared memory, "

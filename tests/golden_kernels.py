@@ -64,6 +64,11 @@ def paged(dtype: str = "bfloat16", page: int = 16, group: int = 4, d: int = 128)
     )  # fmt: skip
 
 
+def _data() -> AttentionRegion:
+    """A boolean mask of each sequence, which its heads share."""
+    return _attention(times(score, 0.125), load(0, b, 0, q_idx, kv_idx, dtype="bool"), loads=[((B, 1, M, N), "bool")])
+
+
 WINDOW = apply("lt", age, Const(256))
 GOLDEN: dict[str, tuple[AttentionRegion, TilePlan]] = {
     "causal": (r := _attention(times(score, 128**-0.5), causal, d=128), tiles(r, 64, 64)),
@@ -81,6 +86,10 @@ GOLDEN: dict[str, tuple[AttentionRegion, TilePlan]] = {
     "latent_192_128": (
         r := _attention(times(score, 192**-0.5), causal, d=192, dv=128),
         replace(tiles(r, 128, 64), warps=8),
+    ),
+    "mask_that_is_data": (
+        r := _data(),
+        replace(tiles(r, 64, 64), loads="descriptor", visits="table"),
     ),
     "paged_decode": (r := paged(), tiles(r, 16, 64, "decode", pack=4)),
 }

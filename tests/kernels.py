@@ -115,6 +115,7 @@ def agree(
 
 def _serve() -> None:
     from fusecomp.running.loader import load
+    from fusecomp.running.visits import launcher
 
     with tempfile.TemporaryDirectory() as folder:
         while True:
@@ -124,7 +125,7 @@ def _serve() -> None:
                 return
             answer: Any = arguments
             try:
-                load(source, Path(folder)).launch(*arguments)
+                launcher(load(source, Path(folder)), source)(*arguments)
             except Exception as error:  # noqa: BLE001 - the test reports it
                 answer = f"{type(error).__name__}: {error}"
             _send(answer, sys.stdout.buffer)

@@ -66,7 +66,7 @@ class Launch:
         )
 
     def _of_lengths(self) -> dict[str, float]:
-        loaded = [_elements(x, self.sizes) * WIDTH.get(x.dtype, 1) for x in self.known.loads]
+        loaded = [elements(x, self.sizes) * WIDTH.get(x.dtype, 1) for x in self.known.loads]
         every_query = visits(self.region, self.sizes, self.at.m, 16)[0]
         return {
             "HEADS": self.at.heads,
@@ -147,7 +147,7 @@ def _of_device(device: Device, known: Facts) -> dict[str, float]:
     }
 
 
-def _elements(x: Load, sizes: Mapping[str, int]) -> int:
+def elements(x: Load, sizes: Mapping[str, int]) -> int:
     """Elements of a loaded tensor that one launch can read: the product of the extents of the indices it is read at."""
     axes = {v for e in x.index for v in parts(e) if isinstance(v, Var)}
     return math.prod(_size(v.size, sizes) for v in axes)

@@ -20,6 +20,7 @@ from fusecomp.planning.cost import bound
 from fusecomp.planning.device import Device, current
 from fusecomp.planning.facts import lengths
 from fusecomp.planning.tile import Cost, Rejected, TilePlan
+from fusecomp.planning.visits import visits
 from fusecomp.planning.workload import Workload
 
 DECODE_ROWS, DECODE_KEYS = 16, 256
@@ -56,6 +57,7 @@ def plan(
     ranked = _ranked(region, coarse(sizes), device, _allowed(device, budget), describable)
     tile, kind = ranked[0].tile, ranked[0].skeleton
     launch = Launch(region, sizes, device, kind == "decode")
+    cost = _cost(launch.quantities(tile))
     return TilePlan(
         skeleton=kind,
         block_m=tile.block_m,
@@ -65,10 +67,11 @@ def plan(
         warps=tile.warps,
         stages=tile.stages,
         pack=tile.pack,
-        cost=_cost(launch.quantities(tile)),
+        cost=cost,
         rejected=_rejected(ranked),
         device=device.name,
         loads=tile.loads,
+        visits="bounds" if kind == "decode" else visits(region, sizes, device, cost.seconds),
     )
 
 

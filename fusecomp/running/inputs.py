@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -9,6 +10,7 @@ import torch
 from torch import Tensor
 
 from fusecomp.errors import VerificationError
+from fusecomp.ir import data
 from fusecomp.ir.expr import Apply, Const, Expr, Load, kind, parts
 from fusecomp.ir.reference import bind, evaluate_expr
 from fusecomp.ir.region import AttentionRegion, loads_of
@@ -38,7 +40,7 @@ def draw(
         tensors = [_draw(e, reach[n], compared.get(n), generator, device) for n, e in zip(names, examples, strict=True)]
         wild = leaving(region, tensors, sizes)
         if not wild:
-            return tensors
+            return hidden(region, tensors)
         shrunk = [n for n in wild if reach[n] > 1 and not tensors[names.index(n)].is_floating_point()]
         if not shrunk:
             raise VerificationError(f"no random values of {', '.join(sorted(wild))} stay inside the tensor they index")
@@ -64,6 +66,19 @@ def _fill(span: int, dtype: torch.dtype, reach: int, generator: torch.Generator,
     if dtype.is_floating_point:
         return torch.randn(span, **options).to(dtype)
     return torch.randint(0, reach, (span,), **options).to(dtype)
+
+
+def hidden(region: AttentionRegion, tensors: list[Tensor]) -> list[Tensor]:
+    """The same with whole blocks of the masks alike, so that tiles that are skipped, or read no mask, are drawn too."""
+    added = {x.tensor for x in data.added(region)}
+    masks = added | {x.tensor for x in data.reads(region) if x.dtype == "bool"}
+    for operand, x in zip(region.operands, tensors, strict=True):
+        if operand.name in masks and x.dim() > 1:
+            own = x[tuple(slice(None) if step else slice(1) for step in x.stride())]
+            rows, keys = (n // 2 for n in own.shape[-2:])
+            own[..., :rows, :keys] = 0.0 if x.is_floating_point() else 1
+            own[..., rows:, keys:] = -math.inf if x.is_floating_point() else 0
+    return tensors
 
 
 def compared_with(region: AttentionRegion) -> Iterator[tuple[str, float]]:

@@ -29,6 +29,7 @@ from fusecomp.running.loader import load
 from fusecomp.running.operator import Gradients, Launch
 from fusecomp.running.tune import tuned
 from fusecomp.running.verify import example, machine
+from fusecomp.running.visits import launcher
 from fusecomp.settings import Options
 
 
@@ -129,7 +130,7 @@ def key_of(source: KernelSource) -> str:
 def generate(match: Match, tiles: TilePlan, saves_lse: bool = False) -> tuple[KernelSource, Launch]:
     """The kernel of a plan, and what launches it."""
     source = emit(match.region, tiles, saves_lse)
-    return source, load(source, cache.directory("kernels")).launch
+    return source, launcher(load(source, cache.directory("kernels")), source)
 
 
 def trial(match: Match, sizes: Mapping[str, int], device: torch.device) -> Callable[[TilePlan], Callable[[], object]]:

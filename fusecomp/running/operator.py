@@ -142,6 +142,11 @@ operator(
 # Backward
 
 
+def operands(region: AttentionRegion, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+    """The region's own, without the table of tiles that a forward kernel may take after them."""
+    return tensors[: len(region.operands)]
+
+
 def contiguous_like(t: Tensor) -> Tensor:
     return torch.empty(t.shape, dtype=t.dtype, device=t.device)
 
@@ -150,7 +155,8 @@ def recompute(
     grad: Tensor, tensors: Sequence[Tensor], sizes: Sequence[int], wanted: Sequence[int], key: str
 ) -> list[Tensor]:
     """Gradients of O with respect to tensors[i] for i in `wanted`, each in its tensor's dtype."""
-    return gradients(kernel_of(key).region, grad, tensors, sizes, wanted)
+    region = kernel_of(key).region
+    return gradients(region, grad, operands(region, tensors), sizes, wanted)
 
 
 def recompute_fake(
@@ -168,7 +174,7 @@ def differentiate(
     backward = kernel_of(key).backward
     assert backward is not None
     with torch.cuda.device_of(out):
-        backward(grads, out, grad, lse, tensors, sizes)
+        backward(grads, out, grad, lse, operands(kernel_of(key).region, tensors), sizes)
     return [g for g in grads if g is not None]
 
 

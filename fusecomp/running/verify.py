@@ -34,7 +34,7 @@ EAGER_SCORES = {"cpu": 1 << 25, "cuda": 1 << 31}
 SAMPLED_ROWS = 64
 GRADIENT_MULTIPLE = 2.0
 """Of FLOOR: what rounding probabilities and their gradients to half precision may cost a gradient."""
-VERSION = 2
+VERSION = 3
 
 
 @dataclass(frozen=True)

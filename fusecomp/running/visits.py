@@ -1,0 +1,126 @@
+"""The table of tiles that an attention visits, in the rewritten graph: made once for all that share a mask.
+
+    fusecomp::tile_visits(masks, their lengths) -> int32 [rows, 4 + whole key tiles]        codegen/table.py
+
+It stands before the first attention that uses it. Another attention takes the same node if its masks are the same
+nodes, not written to since, its lengths are the same and its tiles too.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import Node
+
+from fusecomp.codegen.source import KernelSource
+from fusecomp.codegen.table import table
+from fusecomp.errors import KernelError
+from fusecomp.graph.facts import storage, value, written_arguments
+from fusecomp.patterns.build import Match
+from fusecomp.planning.tile import TilePlan
+from fusecomp.running.operator import Launch, operator
+
+ListVisits = Callable[[Sequence[Tensor], Sequence[int]], Tensor]
+TABLES: dict[str, ListVisits] = {}
+"""Signature -> what makes such a table."""
+
+
+def launcher(module: ModuleType, source: KernelSource) -> Launch:
+    """What launches a loaded kernel on the region's operands, with the table after them or without."""
+    if source.plan.visits != "table":
+        return module.launch  # type: ignore[no-any-return]
+    made, region = table(source.region, source.plan), source.region
+    TABLES.setdefault(made.signature, module.list_visits)
+    names = [o.name for o in region.operands]
+    tensors, sizes = [names.index(n) for n in made.tensors], [region.sizes.index(n) for n in made.sizes]
+
+    def launch(out: Tensor, given: Sequence[Tensor], lengths: Sequence[int], *lse: Tensor) -> None:
+        if len(given) == len(names):
+            given = [*given, module.list_visits([given[i] for i in tensors], [lengths[i] for i in sizes])]
+        module.launch(out, given, lengths, *lse)
+
+    return launch
+
+
+# ----------------------------------------------------------------------------------------------------------------
+# The operator
+
+
+def shape_of(axes: Sequence[int], m: int, n: int, block_m: int, block_n: int) -> list[int]:
+    """[rows, 4 + whole key tiles]."""
+    return [math.prod(axes) * ((m + block_m - 1) // block_m), 4 + n // block_n]
+
+
+def visit(
+    masks: Sequence[Tensor], sizes: Sequence[int], axes: Sequence[int], m: int, n: int, block_m: int, block_n: int,
+    signature: str,
+) -> Tensor:  # fmt: skip
+    """The table of `signature`; `axes` are the lengths of the batch axes that the masks differ along."""
+    if signature not in TABLES:
+        raise KernelError(f"table {signature} is not loaded in this process; compile the model here")
+    if not math.prod(shape_of(axes, m, n, block_m, block_n)):
+        return visit_fake(masks, sizes, axes, m, n, block_m, block_n, signature)
+    with torch.cuda.device_of(masks[0]):
+        return TABLES[signature](masks, sizes)
+
+
+def visit_fake(
+    masks: Sequence[Tensor], sizes: Sequence[int], axes: Sequence[int], m: int, n: int, block_m: int, block_n: int,
+    signature: str,
+) -> Tensor:  # fmt: skip
+    return masks[0].new_empty(shape_of(axes, m, n, block_m, block_n), dtype=torch.int32)
+
+
+LENGTHS = "SymInt[] axes, SymInt m, SymInt n, int block_m, int block_n"
+operator("tile_visits", f"(Tensor[] masks, SymInt[] sizes, {LENGTHS}, str signature) -> Tensor", visit, visit_fake)
+
+
+# ----------------------------------------------------------------------------------------------------------------
+# The graph
+
+
+def table_node(match: Match, plan: TilePlan, tensors: Sequence[Node], length: Callable[[str], Any]) -> Node:
+    """The node that makes the table, before match.output: one that is there already where it holds the same.
+
+    `tensors` follow region.operands; `length` is the node or number of one of region.sizes."""
+    region, made = match.region, table(match.region, plan)
+    by_name = dict(zip([o.name for o in region.operands], tensors, strict=True))
+    masks = [by_name[name] for name in made.tensors]
+    axes = [length(v.name.upper()) for v in made.axes]
+    args = (masks, [length(n) for n in made.sizes], axes, length("M"), length("N"), plan.block_m, plan.block_n,
+            made.signature)  # fmt: skip
+    known = standing(match.output, args)
+    if known is not None:
+        return known
+    node = match.output.graph.call_function(torch.ops.fusecomp.tile_visits.default, args)
+    node.meta = {k: v for k, v in match.output.meta.items() if k in ("stack_trace", "nn_module_stack")}
+    with value(masks[0]).fake_mode:
+        node.meta["val"] = visit_fake(*torch.fx.map_arg(args, value))
+    return node
+
+
+def standing(before: Node, args: tuple[Any, ...]) -> Node | None:
+    """A table of the same arguments made before a node, with no write to its masks since."""
+    memory = {storage(mask) for mask in args[0]}
+    node = before.prev
+    while node.op != "root":
+        if any(storage(target) in memory for target in written_arguments(node)):
+            return None
+        if node.target is torch.ops.fusecomp.tile_visits.default and same(node.args, args):
+            return node
+        node = node.prev
+    return None
+
+
+def same(a: Any, b: Any) -> bool:
+    """Equal arguments: the same nodes, or lengths of the same value."""
+    if isinstance(a, list | tuple):
+        return len(a) == len(b) and all(map(same, a, b))
+    if isinstance(value(a), torch.SymInt) and isinstance(value(b), torch.SymInt):
+        return bool(value(a).node.expr == value(b).node.expr)
+    return bool(a == b)

@@ -1,0 +1,316 @@
+"""Masks that are data: a table of the tiles that some query sees, and kernels that visit by it."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from golden_kernels import GOLDEN
+from kernels import Interpreter, agree, tiles
+from regions import B, H, M, N, age, attention, b, causal, filled, h, kv_idx, load, q_idx, scaled_score
+from test_codegen import normal, qkv
+from torch import Tensor
+from torch.fx import GraphModule
+
+from fusecomp.codegen.compiled import cross_compile
+from fusecomp.codegen.emit import emit
+from fusecomp.errors import KernelError
+from fusecomp.graph.capture import placeholder_values
+from fusecomp.graph.facts import op_name
+from fusecomp.ir import data
+from fusecomp.ir.algebra import apply
+from fusecomp.ir.expr import Const, Expr
+from fusecomp.ir.reference import evaluate
+from fusecomp.ir.region import AttentionRegion
+from fusecomp.pipeline import compile_graph
+from fusecomp.planning.device import find
+from fusecomp.planning.plan import plan
+from fusecomp.planning.tile import TilePlan
+from fusecomp.settings import Options
+
+INF = float("inf")
+SIZES = {"B": 2, "H": 3, "M": 37, "N": 53}
+SMALL = (16, 16)
+
+
+def by_table(region: AttentionRegion, block_m: int = 16, block_n: int = 16, **more: Any) -> TilePlan:
+    return replace(tiles(region, block_m, block_n), visits="table", **more)
+
+
+def rows(m: int = 37, n: int = 53) -> tuple[Tensor, Tensor]:
+    return torch.arange(m)[:, None], torch.arange(n)[None, :]
+
+
+i, j = rows()
+KEEP: dict[str, Tensor] = {
+    "causal": i >= j,
+    "bottom_right": i + 16 >= j,
+    "window": (i >= j) & (i - j < 20),
+    "far_window": (j - i >= 15) & (j - i < 40),
+    "padding": (j < 20).expand(37, 53),
+    "left_padding": (j >= 33).expand(37, 53),
+    "documents": (i // 11 == j // 13),
+    "holes": (i // 16 + j // 16) % 2 == 0,
+    "a few": torch.rand(37, 53, generator=torch.Generator().manual_seed(0)) < 0.01,
+    "two_runs": ((j // 16) != 1) & (i >= 0),
+    "all": (i >= 0) & (j >= 0),
+    "none": (i < 0) & (j < 0),
+    "one row": (i == 20) & (j >= 0),
+    "one key": (j == 52) & (i >= 0),
+}
+
+
+def keeps(*index: Expr | int, shape: tuple[Any, ...] = (M, N), **more: Any) -> AttentionRegion:
+    """A boolean mask that is data."""
+    return attention(scaled_score, load(0, *index, dtype="bool"), loads=[(shape, "bool")], **more)
+
+
+def adds(*index: Expr | int, shape: tuple[Any, ...] = (M, N), dtype: str = "float32", **more: Any) -> AttentionRegion:
+    """A tensor that is added to the scores."""
+    s = apply("add", scaled_score, load(0, *index, dtype=dtype))
+    return attention(s, loads=[(shape, dtype)], **more)
+
+
+@pytest.mark.parametrize("name", KEEP)
+def test_boolean_masks(interpreter: Interpreter, name: str) -> None:
+    region = keeps(q_idx, kv_idx)
+    agree(interpreter, region, [*qkv(16), KEEP[name]], SIZES, by_table(region))
+
+
+ADDED: dict[str, tuple[tuple[Any, ...], tuple[Any, ...], tuple[int, ...]]] = {
+    "of each query": ((q_idx, kv_idx), (M, N), (37, 53)),
+    "of each sequence": ((b, 0, q_idx, kv_idx), (B, 1, M, N), (2, 1, 37, 53)),
+    "of the keys": ((b, kv_idx), (B, N), (2, 53)),
+    "turned": ((kv_idx, b, q_idx), (N, B, M), (53, 2, 37)),
+    "part of a larger one": ((apply("add", q_idx, Const(3)), kv_idx), (64, 64), (64, 64)),
+}
+
+
+@pytest.mark.parametrize("name", ADDED)
+def test_added_masks(interpreter: Interpreter, name: str) -> None:
+    """0 and -inf in blocks, other numbers elsewhere: only -inf hides a key, only 0 needs no addition."""
+    index, shape, lengths = ADDED[name]
+    mask = normal(*lengths)
+    kinds = torch.rand([-(-n // 16) for n in lengths], generator=torch.Generator().manual_seed(1))
+    for axis, n in enumerate(lengths):
+        kinds = kinds.repeat_interleave(16, axis).narrow(axis, 0, n)
+    mask[kinds < 0.35] = -INF
+    mask[kinds > 0.6] = 0.0
+    region = adds(*index, shape=shape)
+    agree(interpreter, region, [*qkv(16), mask], SIZES, by_table(region))
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_half_masks(interpreter: Interpreter, dtype: str) -> None:
+    region = adds(b, 0, q_idx, kv_idx, shape=(B, 1, M, N), dtype=dtype)
+    half = replace(region, operands=tuple(replace(o, dtype=dtype) for o in region.operands), pv_dtype=dtype,
+                   products=(replace(region.products[0], dtype=dtype),))  # fmt: skip
+    mask = torch.zeros(2, 1, 37, 53, dtype=getattr(torch, dtype)).masked_fill(i < j, -INF)
+    agree(interpreter, half, [*qkv(16, dtype=dtype), mask], SIZES, by_table(half))
+
+
+def test_masks_together(interpreter: Interpreter) -> None:
+    """A bound, documents known by their labels, and slopes of the heads, under a mask that is added."""
+    same = apply("eq", load(1, b, q_idx, dtype="int64"), load(1, b, kv_idx, dtype="int64"))
+    s = apply("add", apply("mul", age, load(2, h)), apply("add", scaled_score, load(0, q_idx, kv_idx)))
+    loads = [((M, N), "float32"), ((B, N), "int64"), ((H,), "float32")]
+    region = attention(s, causal, same, loads=loads)
+    labels = torch.stack([torch.arange(53) // 15, torch.arange(53) // 40])
+    mask = torch.zeros(37, 53).masked_fill(i - j > 30, -INF)
+    agree(interpreter, region, [*qkv(16), mask, labels, normal(3) / 8], SIZES, by_table(region))
+    assert data.added(region) == (load(0, q_idx, kv_idx),)
+    assert data.axes(region) == (b,)
+
+
+@pytest.mark.parametrize("empty", ["nan", "zero"])
+def test_rows_without_keys(interpreter: Interpreter, empty: str) -> None:
+    keep = KEEP["causal"] & (i != 20) & (i // 16 != 0)
+    region = keeps(q_idx, kv_idx, empty_row=empty)
+    agree(interpreter, region, [*qkv(16), keep], SIZES, by_table(region))
+
+
+def test_a_finite_fill_averages_over_every_key(interpreter: Interpreter) -> None:
+    seen = load(0, b, q_idx, kv_idx, dtype="bool")
+    region = attention(scaled_score, seen, loads=[((B, M, N), "bool")], **filled(-1e9, seen))
+    keep = torch.stack([KEEP["causal"] & (i != 20), KEEP["padding"] & (i // 16 != 1)])
+    agree(interpreter, region, [*qkv(16), keep], SIZES, by_table(region))
+
+
+@pytest.mark.parametrize("added", [False, True])
+def test_what_no_query_sees_is_not_read(interpreter: Interpreter, added: bool) -> None:
+    """NaN in K and V where whole tiles are hidden. In eager it would reach every row: the README says so."""
+    q, k, v = qkv(16)
+    k[:, :, 16:32], v[:, :, 16:32] = float("nan"), float("nan")
+    region, keep = keeps(q_idx, kv_idx), KEEP["two_runs"]
+    expected = evaluate(region, [q, k, v, keep], SIZES)
+    if added:
+        region, keep = adds(q_idx, kv_idx), torch.where(keep, 0.0, -INF)
+    source, out = emit(region, by_table(region)), torch.empty(expected.shape)
+    got = interpreter.run(source, out, [q, k, v, keep], list(SIZES.values()))
+    torch.testing.assert_close(got.double(), expected, atol=1e-5, rtol=1e-5)
+
+
+def test_full_tiles_read_no_mask(interpreter: Interpreter) -> None:
+    """The mask that the kernel is given hides everything; its table says that two tiles are full."""
+    region, args = keeps(q_idx, kv_idx), qkv(16, m=16)
+    sizes = {**SIZES, "M": 16}
+    expected = evaluate(region, [*args, ((j >= 16) & (j < 48)).expand(16, 53)], sizes)
+    hidden, table = torch.zeros(16, 53, dtype=torch.bool), torch.tensor([[1, 3, 0, 9, 9, 9, 9]], dtype=torch.int32)
+    source, out = emit(region, by_table(region)), torch.empty(expected.shape)
+    got = interpreter.run(source, out, [*args, hidden, table], list(sizes.values()))
+    torch.testing.assert_close(got.double(), expected, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("loads", ["pointer", "descriptor"])
+def test_lengths(interpreter: Interpreter, loads: str) -> None:
+    """Fewer keys than a tile, whole tiles, none, no query."""
+    region = keeps(b, 0, q_idx, kv_idx, shape=(B, 1, M, N))
+    for m, n in ((5, 9), (16, 48), (33, 64), (4, 0), (0, 20)):
+        keep = torch.rand(2, 1, m, n, generator=torch.Generator().manual_seed(m)) > 0.5
+        agree(interpreter, region, [*qkv(16, m=m, n=n), keep], {**SIZES, "M": m, "N": n}, by_table(region, loads=loads))
+
+
+@pytest.mark.parametrize("kernel", ["attention", "tile_states", "list_tiles"])
+def test_every_kernel_compiles(kernel: str) -> None:
+    info = cross_compile(emit(*GOLDEN["mask_that_is_data"]), 90, kernel)
+    assert info.spills in (0, None)
+    if kernel == "tile_states":  # whole vectors of the mask, not a byte at a time
+        assert "ld.global.v4" in info.ptx
+
+
+def test_the_file_checks_itself(tmp_path: Path) -> None:
+    region = adds(b, 0, q_idx, kv_idx, shape=(B, 1, M, N))
+    path = tmp_path / "kernel.py"
+    path.write_text(emit(region, by_table(region, 32, 32)).text)
+    env = {**os.environ, "TRITON_INTERPRET": "1"}
+    done = subprocess.run([sys.executable, str(path)], env=env, capture_output=True, text=True, check=False)
+    assert "agrees with PyTorch" in done.stdout, done.stderr
+
+
+# ----------------------------------------------------------------------------------------------------------------
+# When, and how often
+
+
+def test_it_is_worth_it_for_masks_that_heads_share() -> None:
+    h200 = find("h200")
+    large, sizes = replace(keeps(b, 0, q_idx, kv_idx, shape=(B, 1, M, N))), {"B": 4, "H": 16, "M": 4096, "N": 4096}
+    assert plan(large, sizes, h200).visits == "table"
+    assert plan(large, {**sizes, "M": 512, "N": 512, "B": 1}, h200).visits == "bounds"
+    assert plan(large, {**sizes, "M": 1}, h200).visits == "bounds"
+    of_heads = keeps(b, h, q_idx, kv_idx, shape=(B, H, M, N))
+    assert plan(of_heads, sizes, h200).visits == "bounds"
+
+
+@pytest.mark.parametrize("region", [attention(scaled_score, causal), adds(h, q_idx, kv_idx, shape=(H, M, N)),
+                                    adds(b, h, 0, q_idx, shape=(B, H, 1, M))])  # fmt: skip
+def test_what_hides_nothing_has_no_table(region: AttentionRegion) -> None:
+    assert not data.unknown(region)
+    with pytest.raises(KernelError, match="a mask that is data"):
+        emit(region, by_table(region))
+
+
+def test_what_is_added_before_a_function_hides_nothing() -> None:
+    inside = apply("tanh", apply("add", scaled_score, load(0, q_idx, kv_idx)))
+    assert not data.added(attention(inside, loads=[((M, N), "float32")]))
+    halved = apply("mul", apply("add", scaled_score, load(0, q_idx, kv_idx)), Const(0.5))
+    assert data.added(attention(halved, loads=[((M, N), "float32")]))
+    turned = apply("mul", apply("add", scaled_score, load(0, q_idx, kv_idx)), Const(-0.5))
+    assert not data.added(attention(turned, loads=[((M, N), "float32")]))
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, keep: Tensor) -> Tensor:
+    return (q @ k.mT * 0.25).masked_fill(~keep, -INF).softmax(-1) @ v
+
+
+def layers(q: Tensor, k: Tensor, v: Tensor, keep: Tensor) -> Tensor:
+    for _ in range(3):
+        q = attend(q, k, v, keep)
+    return q
+
+
+def changed_between(q: Tensor, k: Tensor, v: Tensor, keep: Tensor) -> Tensor:
+    q = attend(q, k, v, keep)
+    keep[:, :, :, 3] = False
+    return attend(q, k, v, keep)
+
+
+def of_two_masks(q: Tensor, k: Tensor, v: Tensor, keep: Tensor) -> Tensor:
+    return attend(attend(q, k, v, keep), k, v, keep.logical_or(keep.cumsum(-1) == 0))
+
+
+def of_two_lengths(q: Tensor, k: Tensor, v: Tensor, keep: Tensor) -> Tensor:
+    return attend(q, k, v, keep).sum() + attend(q, k[:, :, :40], v[:, :, :40], keep[..., :40])
+
+
+SHARED = [(layers, 3, 1), (changed_between, 2, 2), (of_two_masks, 2, 2), (of_two_lengths, 2, 2)]
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize(("fn", "attentions", "tables"), SHARED, ids=lambda x: getattr(x, "__name__", str(x)))
+def test_attentions_of_one_mask_share_its_table(
+    fn: Callable[..., Tensor], attentions: int, tables: int, dynamic: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("fusecomp.planning.visits.SHARE", INF)
+    found: list[str] = []
+
+    def look(gm: GraphModule, _: Any) -> Callable[..., Any]:
+        options = Options(lowering="triton", verify=False, strict=True)
+        made = compile_graph(gm, placeholder_values(gm), options).module
+        found.extend(op_name(n) for n in made.graph.nodes)
+        return gm.forward
+
+    torch._dynamo.reset()
+    args = [torch.randn(2, 3, 53, 16) for _ in range(3)]
+    torch.compile(fn, backend=look, dynamic=dynamic)(*args, torch.rand(2, 1, 53, 53) > 0.5)
+    assert (found.count("attention_recomputed"), found.count("tile_visits")) == (attentions, tables)
+
+
+END_TO_END = """
+import torch
+import fusecomp
+from fusecomp.planning import visits
+from test_visits import changed_between, layers
+
+visits.SHARE = float("inf")
+
+
+def run(fn, m, n, grad=False, **options):
+    torch.manual_seed(n)
+    keep = torch.rand(2, 1, m, n) > 0.5
+    keep[..., : m // 2, n // 2 :] = False
+    keep[..., m // 2 :, : n // 3] = True
+    args = [torch.randn(2, 2, x, 16, requires_grad=grad) for x in (m, n, n)]
+    got, want = options["fast"](*args, keep.clone()), fn(*args, keep.clone())
+    torch.testing.assert_close(got, want, atol=2e-5, rtol=2e-5)
+    if grad:
+        seed = torch.randn_like(want)
+        for a, b in zip(torch.autograd.grad(got, args, seed), torch.autograd.grad(want, args, seed)):
+            torch.testing.assert_close(a, b, atol=2e-4, rtol=2e-4)
+
+
+for fn in (layers, changed_between):
+    fast = torch.compile(fn, backend="fusecomp", options={"inner": "aot_eager", "strict": True}, dynamic=True)
+    run(fn, 70, 150, fast=fast)
+    run(fn, 40, 133, fast=fast)
+    run(fn, 40, 133, fast=fast, grad=fn is layers)
+assert fusecomp.counters()["fallbacks"] == 0, fusecomp.counters()
+print(fusecomp.counters())
+"""
+
+
+def test_a_model_runs_by_tables(tmp_path: Path) -> None:
+    """Verified, at changing lengths, with a mask that is written to between layers, and trained."""
+    here = str(Path(__file__).parent)
+    path = os.pathsep.join([here, *os.environ.get("PYTHONPATH", "").split(os.pathsep)])
+    env = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": path, "FUSECOMP_CACHE_DIR": str(tmp_path)}
+    done = subprocess.run([sys.executable, "-c", END_TO_END], env=env, capture_output=True, text=True, timeout=500,
+                          check=False)  # fmt: skip
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    assert "list_visits" in "".join(p.read_text() for p in tmp_path.rglob("*.py"))
