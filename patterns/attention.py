@@ -19,7 +19,7 @@ from fusecomp.patterns.build import Match, build
 from fusecomp.patterns.contraction import Contraction, contraction
 from fusecomp.patterns.lift import Decline, Lift, broadcast
 from fusecomp.patterns.products import Found
-from fusecomp.patterns.reasons import no_weights
+from fusecomp.patterns.reasons import no_weights, under_scores
 from fusecomp.patterns.weights import Weights, denominator, normalised, softmax_weights
 
 SOFTMAX = {"softmax", "_softmax", "special_softmax", "_safe_softmax", "log_softmax", "_log_softmax"}
@@ -28,6 +28,8 @@ PRODUCT = {"mul", "multiply", "mul_"}
 EXPONENTIAL = {"exp", "exp2", "special_exp2", "exp_", "exp2_", "pow"}
 NO_ROW = "?"
 """The letter of q_idx where the weights have no axis of their own: one query."""
+GATE = "neither is it taken of scores, nor does it weight the left factor of a product"
+"""Such a softmax (a router of experts, a distribution) is no candidate, and nothing is said of it."""
 BATCH_NAMES = {0: "", 1: "b", 2: "bh", 3: "bhg", 4: "bwhg"}
 
 
@@ -70,6 +72,8 @@ class Recogniser:
                 return build(lift, self.read(lift, output, spec), anchor)
             except Decline as d:
                 reasons.append(d)
+        if anchor not in lift.visited and not under_scores(anchor.all_input_nodes):
+            raise Decline(GATE, anchor)
         if reasons:
             raise reasons[0]
         raise Decline("its weights reach no product with values", anchor)
@@ -189,8 +193,10 @@ def declined(d: Decline, anchor: Node) -> Declined:
 
 
 def idle(x: Match | Declined) -> bool:
-    """An exponential that weights no product is no candidate: it is just an exponential."""
-    return isinstance(x, Declined) and op_name(x.anchor) in EXPONENTIAL and "reach no product" in x.reason
+    """A gate is no candidate, nor an exponential that weights no product: it is just an exponential."""
+    if isinstance(x, Match):
+        return False
+    return x.reason == GATE or (op_name(x.anchor) in EXPONENTIAL and "reach no product" in x.reason)
 
 
 def recognise(module: GraphModule) -> Iterator[Match | Declined]:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch.fx import Node
 
-from fusecomp.graph.facts import dtype, place, shape, storage, written_arguments
+from fusecomp.graph.facts import dtype, op_name, place, shape, storage, written_arguments
 from fusecomp.ir.algebra import ZERO, const
 from fusecomp.ir.expr import Const, Expr, Load, Reduce, Score, Var, parts, transform
 from fusecomp.ir.region import Access, AttentionRegion, Operand, Product
@@ -75,10 +75,16 @@ def closed_interior(lift: Lift, products: list[Node], leaves: set[str], output: 
         if outside:
             what = "scores" if node in products else "weights or scores"
             raise Decline(f"the {what} are read elsewhere too, by {called(outside[0])}", node,
-                          "return them only where they are needed")  # fmt: skip
+                          USE_ONCE if op_name(outside[0]) else RETURN_LESS)  # fmt: skip
         if any(w not in below for w in written_arguments(node)):
             raise Decline("scores are written into a tensor made elsewhere", node)
     return tuple(sorted(inside, key=position.__getitem__))
+
+
+USE_ONCE = "a kernel never holds them: take from them one product with values, and nothing else"
+RETURN_LESS = (
+    "return them only where they are needed; a graph break while a variable still holds them makes them an output too"
+)
 
 
 def reach(start: Iterable[Node], step: Callable[[Node], Iterable[Node]]) -> set[Node]:

@@ -73,7 +73,8 @@ class Lift:
     reads: dict[str, Read] = field(default_factory=dict)
     products: dict[str, Contraction] = field(default_factory=dict)
     visited: set[Node] = field(default_factory=set)
-    memo: dict[tuple[Node, Index, int], Expr] = field(default_factory=dict)
+    memo: dict[tuple[Node, Index, int], tuple[Expr, set[Node]]] = field(default_factory=dict)
+    """Expressions already made, with the nodes that each was read from."""
     constants: dict[str, Any] = field(default_factory=dict)
     """Values of the graph's get_attr nodes, by node name."""
     rules: dict[str, Rule] = field(default_factory=lambda: RULES)
@@ -94,8 +95,14 @@ class Lift:
             return self.scalar(node)
         key = (node, index, self.at)
         if key not in self.memo:
-            self.memo[key] = self.lift_tensor(node, index)
-        return self.memo[key]
+            before, self.visited = self.visited, set()
+            try:
+                self.memo[key] = self.lift_tensor(node, index), self.visited
+            finally:
+                self.visited = before
+        e, nodes = self.memo[key]
+        self.visited |= nodes
+        return e
 
     def holds_score(self, e: Expr) -> bool:
         """Whether `e` depends on some product."""
@@ -127,7 +134,7 @@ class Lift:
         apply_rule = self.rules.get(functional_name(node))
         if apply_rule is None:
             return self.leaf(node, index)
-        before, mark = self.at, set(self.visited)
+        before = self.at
         if functional_name(node) not in VIEWS or not shares_memory(node):
             self.at = place
         try:
@@ -135,7 +142,7 @@ class Lift:
         finally:
             self.at = before
         if lifted is None or self.stale(lifted, node):
-            self.visited = mark
+            self.visited.clear()
             return self.leaf(node, index)
         self.visited.add(node)
         return lifted

@@ -61,12 +61,25 @@ def score_products(lift: Lift, found: Found, held: list[Expr], anchor: Node) -> 
     loads = [x for x in parts(held[0]) if isinstance(x, Load) and x.tensor in lift.products]
     count = 0
     for load in sorted(loads, key=lambda x: lift.facts.position[lift.facts.names[x.tensor]]):
-        pair = as_product(lift, found, load, count)
+        pair = as_product(lift, found, load, count) if reads_whole(lift, load) else None
         if pair is not None:
             count += 1
             yield load, pair
     if not count:
-        raise no_scores(lift, held[0], anchor)
+        shifted = [lift.facts.names[x.tensor] for x in loads if not reads_whole(lift, x)]
+        raise Decline(MORE_KEYS, shifted[0]) if shifted else no_scores(lift, held[0], anchor)
+
+
+MORE_KEYS = "the softmax runs over more keys than the product of queries and keys has"
+
+
+def reads_whole(lift: Lift, load: Load) -> bool:
+    """Whether a contraction is provably read inside itself; one that is not (a relative shift through padding, say) is
+    computed outside, and its elements are loaded where the scores guard them."""
+    spec = lift.products[load.tensor]
+    at = zip(load.index, (spec.size(a) for a in spec.out_axes), strict=True)
+    places = [(i, size) for i, size in at if variables(i) & {"q_idx", "kv_idx"}]
+    return all((isinstance(i, Var) and i.size == size) or apply("lt", i, size) == TRUE for i, size in places)
 
 
 def as_product(lift: Lift, found: Found, load: Load, count: int) -> Pair | None:
@@ -75,10 +88,6 @@ def as_product(lift: Lift, found: Found, load: Load, count: int) -> Pair | None:
     if len(spec.contracted) != 1:
         return None
     at = dict(zip(spec.out_axes, load.index, strict=True))
-    for axis, i in at.items():
-        whole = isinstance(i, Var) and i.size == spec.size(axis)
-        if variables(i) & {"q_idx", "kv_idx"} and not whole and apply("lt", i, spec.size(axis)) != TRUE:
-            raise Decline("the softmax runs over more keys than the product of queries and keys has", node)
     size = spec.size(spec.contracted)
     length = size.value if isinstance(size, Const) else specialised(spec, spec.contracted)
     d = Var("d" if count == 0 else f"d{count}", const(int(length)))

@@ -6,13 +6,14 @@ from collections.abc import Iterable
 
 from torch.fx import Node
 
-from fusecomp.graph.facts import is_getitem, op_name
+from fusecomp.graph.facts import is_getitem, op_name, storage, written_arguments
 from fusecomp.ir.algebra import substitute
 from fusecomp.ir.expr import Expr, Load, Reduce, Var, parts, variables
 from fusecomp.patterns.contraction import contraction
 from fusecomp.patterns.lift import VIEWS, Decline, Lift, runs_over_keys
 
 NO_SOFTMAX = "the left factor of the product is not a softmax over the axis that the product sums over"
+AT_ONCE = "make all scores in one product and mask those outside the window: masked tiles are never visited"
 EACH_TIMES_V = "multiply each softmax by the values on its own, and combine the results"
 
 
@@ -63,7 +64,11 @@ def in_the_way(lift: Lift, e: Expr, what: str) -> Decline | None:
     for load in loads(e):
         node = lift.facts.names[load.tensor]
         scores = lift.products.get(load.tensor)
-        if not runs_over_keys(load) or not under_scores(node.all_input_nodes if scores is not None else [node]):
+        if not runs_over_keys(load):
+            continue
+        if scores is None and (piece := first_piece(lift, node)) is not None:
+            return Decline(f"{called(piece)} puts the scores together piece by piece in another tensor", piece, AT_ONCE)
+        if not under_scores(node.all_input_nodes if scores is not None else [node]):
             continue
         writer = lift.facts.first_write(node, lift.facts.position[node], lift.reads[load.tensor].at)
         if writer is not None:
@@ -73,6 +78,20 @@ def in_the_way(lift: Lift, e: Expr, what: str) -> Decline | None:
         if scores is None:
             return Decline(f"{called(node)} is not a pointwise function of the {what}", node)
     return None
+
+
+def first_piece(lift: Lift, node: Node) -> Node | None:
+    """The first write of scores into the memory that `node` reads, where that was made blank: blocks of a band, say."""
+    for memory in {storage(n) for n in (node, *node.all_input_nodes)} - {None}:
+        maker = next(n for n in lift.facts.order if storage(n) == memory)
+        for at in lift.facts.writes.get(memory, ()) if op_name(maker) in BLANK else ():  # type: ignore[arg-type]
+            into = written_arguments(writer := lift.facts.order[at])
+            if under_scores(n for n in writer.all_input_nodes if n not in into):
+                return writer
+    return None
+
+
+BLANK = {"empty", "empty_like", "new_empty", "zeros", "zeros_like", "new_zeros", "full", "full_like", "new_full"}
 
 
 def loads(e: Expr) -> list[Load]:

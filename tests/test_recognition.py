@@ -189,7 +189,24 @@ def test_the_line_is_that_of_the_operation_in_the_way() -> None:
 
 
 def test_nothing_is_said_of_a_graph_without_attention() -> None:
-    def router(x: Tensor, w: Tensor) -> Tensor:
-        return (x @ w).softmax(-1).topk(2).values * torch.exp(x[:, :2])
+    def router(x: Tensor, w: Tensor, experts: Tensor, out: Tensor) -> Tensor:
+        """Mixture of experts, a norm, and the projection of the next layer: a product that the weights do not enter."""
+        top, which = (x @ w).softmax(-1).topk(2)
+        y = sum((top * (which == e)).sum(-1, keepdim=True) * (x @ experts[e]) for e in range(4))
+        return (y * torch.rsqrt(y.square().mean(-1, keepdim=True))) @ out * torch.exp(x)
 
-    assert not explain(router, torch.randn(5, 8), torch.randn(8, 4)).fused
+    args = torch.randn(5, 8), torch.randn(8, 4), torch.randn(4, 8, 8), torch.randn(8, 8)
+    assert explain(router, *args).entries == ()
+
+
+def test_near_misses_are_told() -> None:
+    def best(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return scores(q, k).softmax(-1).topk(2).values @ v[..., :2, :]
+
+    def given(s: Tensor, v: Tensor) -> Tensor:
+        return s.softmax(-1) @ v
+
+    (found,) = explain(best, *args_of()).entries
+    assert found.reason == "`topk` is not a pointwise function of the weights"
+    (found,) = explain(given, torch.randn(2, 5, 7), torch.randn(2, 7, 8)).entries
+    assert found.reason == "no product of queries and keys lies under the softmax"

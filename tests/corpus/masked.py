@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from corpus.table import BIG, FULL, INF, Table, places, qkv, scores, square
+from corpus.table import BIG, FULL, INF, MIN, Table, places, qkv, scores, square
 from torch import Tensor
 
 CASES = Table()
@@ -325,3 +325,34 @@ def t5_buckets(q: Tensor, k: Tensor, v: Tensor, table: Tensor) -> Tensor:
 @CASES.fuse(lambda d: [*square(d), d(3, 41)], grad=(0, 1, 2, 3))
 def a_second_product_as_bias(q: Tensor, k: Tensor, v: Tensor, x: Tensor) -> Tensor:
     return (scores(q, k) + (q @ (k * 0.5).mT) * 0.1).softmax(-1) @ v * x[:, :1, None]
+
+
+@CASES.fuse(lambda d: [*square(d), d(41, 8)], grad=(0, 1, 2, 3), dtypes=FULL)
+def relative_shift_by_padding(q: Tensor, k: Tensor, v: Tensor, rel: Tensor) -> Tensor:
+    return (scores(q, k) + shifted(q @ rel.mT)).softmax(-1) @ v
+
+
+def shifted(x: Tensor) -> Tensor:
+    """[.., n, 2n - 1] by distance -> [.., n, n] by key, as VITS does it."""
+    n = x.shape[-2]
+    x = F.pad(F.pad(x, (0, 1)).flatten(-2), (0, n - 1))
+    return x.unflatten(-1, (n + 1, 2 * n - 1))[..., :n, n - 1 :]
+
+
+@CASES.decline(lambda d: [*square(d), d(41, 8), d(21, 8)], "read elsewhere too, by `mean`", grad=(), dtypes=FULL)
+def relative_shift_and_weights_read_twice(q: Tensor, k: Tensor, v: Tensor, rel: Tensor, w: Tensor) -> Tensor:
+    p = (scores(q, k) + shifted(q @ rel.mT)).softmax(-1)
+    return p @ v + p.mean(-1, keepdim=True) * w
+
+
+def left_padded(d: Any) -> list[Tensor]:
+    return [*square(d), (torch.arange(d.n(21)) >= torch.tensor([[0], [5]])).long().to(d.device)]
+
+
+@CASES.fuse(left_padded, dtypes=FULL)
+def chunks_after_left_padding(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+    """Llama 4: what stands in a chunk is counted from the first token that is no padding."""
+    i, j = (x + 0 for x in places(q, k))  # + 0: the tokens before, in a cache
+    first = (mask.cumsum(-1) == 0).sum(-1)[:, None, None]
+    keep = ((j - first) // 8 == (i - first) // 8) & (j <= i) & mask[:, None].bool()
+    return (scores(q, k) + torch.where(keep[:, None], 0.0, MIN)).softmax(-1) @ v
