@@ -14,8 +14,9 @@ from typing import Any
 import torch
 from torch.fx import GraphModule
 
-from fusecomp.graph.capture import higher_order_nodes, placeholder_values
-from fusecomp.pipeline import Compilation, compile_graph
+from fusecomp.graph.capture import HIGHER_ORDER, placeholder_values
+from fusecomp.graph.modes import in_their_modes
+from fusecomp.pipeline import Compilation, compile_graph, unread
 from fusecomp.planning.device import current, live
 from fusecomp.report import Report
 from fusecomp.settings import Options
@@ -57,24 +58,24 @@ def rewritten(gm: GraphModule, values: Sequence[Any], options: Options) -> Graph
     rewrite_bodies(gm, options)
     try:
         done = compile_graph(gm, values, options)
-    except Exception:
+    except Exception as error:
         if options.strict:
             raise
         log.warning("fusecomp: a graph is compiled without fused attention; "
                     "options={'strict': True} raises the error", exc_info=True)  # fmt: skip
-        return gm
+        done = unread(gm, error)
     tell(done)
     return done.module
 
 
 def rewrite_bodies(gm: GraphModule, options: Options) -> None:
     """Fuse inside activation checkpoints, conditionals and the like: their bodies are graphs of their own."""
-    for node in higher_order_nodes(gm):
-        for argument in node.all_input_nodes:
+    for node, modes in in_their_modes(gm.graph):
+        for argument in node.all_input_nodes if isinstance(node.target, HIGHER_ORDER) else ():
             body = getattr(gm, str(argument.target), None) if argument.op == "get_attr" else None
-            if isinstance(body, GraphModule):
-                values = placeholder_values(body)
-                if all(v is not None for v in values):
+            values = placeholder_values(body) if isinstance(body, GraphModule) else [None]
+            if all(v is not None for v in values):
+                with modes.inside(node).entered():
                     setattr(gm, str(argument.target), rewritten(body, values, options))
 
 

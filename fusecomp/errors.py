@@ -19,6 +19,10 @@ class DeviceError(FusecompError):
     """A device that is unknown, or whose description is wrong or partial."""
 
 
+class CaptureError(FusecompError):
+    """A graph that cannot be traced again."""
+
+
 class PlanError(FusecompError):
     """No tile of the region fits the device's budget."""
 

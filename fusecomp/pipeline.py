@@ -18,11 +18,12 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch.fx import GraphModule, Node
+from torch.fx import GraphModule
 
 from fusecomp.errors import FusecompError, VerificationError
-from fusecomp.graph.capture import capture, may_hold_attention, uses_functorch
+from fusecomp.graph.capture import capture, may_hold_attention, without_dead_code, word
 from fusecomp.graph.facts import Place, op_name, place
+from fusecomp.graph.learning import learns, mark, records
 from fusecomp.patterns.attention import Declined, recognise
 from fusecomp.patterns.build import Match
 from fusecomp.patterns.dropout import put_back as unseed
@@ -59,46 +60,27 @@ def compile_graph(gm: GraphModule, values: Sequence[Any], options: Options) -> C
     """
     if not may_hold_attention(gm):
         return Compilation(gm)
-    if uses_functorch(gm):
-        return Compilation(gm, tuple(untraceable(gm)))
     captured = capture(gm, values)
     written = write_out(captured)
     dropouts = seed_dropouts(captured)
     entries = list(plain_sdpa(captured))
     taken = set()
-    learning = learners(captured, values)
+    mark(captured, values)
     for found in recognise(captured):
-        entry = declined(found) if isinstance(found, Declined) else compile_match(captured, found, options, learning)
+        entry = declined(found) if isinstance(found, Declined) else compile_match(captured, found, options)
         if entry.status == "fused" and isinstance(found, Match):
             taken.add(found.output)
         entries.append(entry)
     put_back(written, taken)
-    captured.graph.eliminate_dead_code()
+    without_dead_code(captured)
     unseed(captured, dropouts)
     captured.recompile()
     entries = [replace(e, index=i) for i, e in enumerate(entries)]
     return Compilation(captured if taken else gm, tuple(entries))
 
 
-def learners(module: GraphModule, values: Sequence[Any]) -> frozenset[Node]:
-    """The nodes that gradients flow through: those below an input that requires one."""
-    inputs = [n for n in module.graph.nodes if n.op == "placeholder"]
-    found = {n for n, v in zip(inputs, values, strict=True) if isinstance(v, torch.Tensor) and v.requires_grad}
-    if not found or not torch.is_grad_enabled():
-        return frozenset()
-    for node in module.graph.nodes:
-        if any(n in found for n in node.all_input_nodes):
-            found.add(node)
-    return frozenset(found)
-
-
-def compile_match(
-    module: GraphModule, match: Match, options: Options, learning: frozenset[Node] = frozenset()
-) -> Entry:
-    """Plan, emit, load, verify and substitute one attention. What goes wrong leaves eager in place.
-
-    `learning` are the nodes that gradients will flow through.
-    """
+def compile_match(module: GraphModule, match: Match, options: Options) -> Entry:
+    """Plan, emit, load, verify and substitute one attention. What goes wrong leaves eager in place."""
     region, sizes = match.region, seen_sizes(match)
     base = Entry(0, "fallback", region.origin, region.source, region, sizes)
     if options.lowering == "off":
@@ -106,14 +88,14 @@ def compile_match(
     if options.empty_rows == "zero":
         match = replace(match, region=replace(region, empty_row="zero"))
     try:
-        if loses_gradient(match, learning):
+        if loses_gradient(match):
             return replace(base, status="declined", reason=LOST)
         if options.lowering == "auto" and library.takes(match, sizes):
             taken = handed_over(match, sizes, options, base)
             if taken is not None:
                 return taken
-        lowered = lower(match, sizes, device_of(match), options, learned(match, learning))
-        if slow_to_train(match, sizes, lowered, learning, options):
+        lowered = lower(match, sizes, device_of(match), options, learned(match))
+        if slow_to_train(match, sizes, lowered, options):
             return replace(base, status="declined", reason=f"{TRAINING}: {lowered.why_no_backward}", advice=ADVICE)
         base = described(base, lowered)
         verdict = checked(match, lowered, sizes, options)
@@ -127,25 +109,25 @@ def compile_match(
         return fallen_back(base, f"the kernel {verdict}", options)
     register(lowered.key, Kernel(match.region, lowered.launch, lowered.backward))
     tiles = lowered.plan if lowered.lowering == "triton" else None
-    substitute(module, match, lowered.key, operation_for(lowered), tiles)
+    substitute(module, match, lowered.key, operation_for(match, lowered), tiles)
     return replace(base, status="fused")
 
 
-def operation_for(lowered: Lowered) -> str:
+def operation_for(match: Match, lowered: Lowered) -> str:
     """The operator that runs it. Only under no_grad, on which Dynamo guards, is one without a gradient safe."""
-    if lowered.backward is not None:
-        return "attention_and_lse"
-    return "attention_recomputed" if torch.is_grad_enabled() else "attention"
+    if not records(match.output):
+        return "attention"
+    return "attention_recomputed" if lowered.backward is None else "attention_and_lse"
 
 
 def device_of(match: Match) -> torch.device:
     return match.output.meta["val"].device  # type: ignore[no-any-return]
 
 
-def learned(match: Match, learning: frozenset[Node]) -> frozenset[str]:
+def learned(match: Match) -> frozenset[str]:
     """The operands whose gradient will be asked for."""
     pairs = zip(match.region.operands, match.inputs, strict=True)
-    return frozenset(o.name for o, n in pairs if n in learning and n.meta["val"].is_floating_point())
+    return frozenset(o.name for o, n in pairs if learns(n) and n.meta["val"].is_floating_point())
 
 
 def handed_over(match: Match, sizes: Mapping[str, int], options: Options, base: Entry) -> Entry | None:
@@ -166,12 +148,12 @@ def handed_over(match: Match, sizes: Mapping[str, int], options: Options, base: 
 LOST = "it is trained in half precision, where a row that sees no key has another gradient than its value says"
 
 
-def loses_gradient(match: Match, learning: frozenset[Node]) -> bool:
+def loses_gradient(match: Match) -> bool:
     """Whether eager's gradient may not be the region's: a score lost in a fill that is added still receives one."""
     region = match.region
     half = region.pv_dtype in ("float16", "bfloat16")
     adds = any(op_name(n) in ("add", "add_", "sub", "sub_", "baddbmm") for n in match.interior)
-    return half and adds and region.filled_score is not None and bool(learned(match, learning))
+    return half and adds and region.filled_score is not None and bool(learned(match))
 
 
 TRAINING = "it is trained, and recomputing its gradient block by block is slower than eager's"
@@ -180,12 +162,10 @@ EAGER_SHARE = 0.25
 """Where eager would keep more than this share of the GPU's memory for one attention, recomputing is worth its time."""
 
 
-def slow_to_train(
-    match: Match, sizes: Mapping[str, int], lowered: Lowered, learning: frozenset[Node], options: Options
-) -> bool:
+def slow_to_train(match: Match, sizes: Mapping[str, int], lowered: Lowered, options: Options) -> bool:
     """Whether training is better off with eager's gradient: on a GPU, without a backward kernel, if eager has room."""
     device = device_of(match)
-    trains = bool(learned(match, learning)) and lowered.backward is None
+    trains = bool(learned(match)) and lowered.backward is None
     if not trains or device.type != "cuda" or options.lowering != "auto":
         return False
     batch = math.prod(sizes[v.name.upper()] for v in match.region.batch)
@@ -239,10 +219,9 @@ def plain_sdpa(module: GraphModule) -> Iterator[Entry]:
         yield Entry(0, "declined", at.where, at.source, reason=PLAIN)
 
 
-def untraceable(gm: GraphModule) -> Iterator[Entry]:
-    """Softmaxes under torch.vmap and its kin."""
-    for node in gm.graph.nodes:
-        if "softmax" in str(node.target):
-            at: Place = place(node)
-            yield Entry(0, "declined", at.where, at.source, reason="it lies under torch.func (vmap, grad)",
-                        advice="write the batch axis out")  # fmt: skip
+def unread(gm: GraphModule, error: Exception) -> Compilation:
+    """What to tell where a graph could not be read at all: its softmaxes run as written."""
+    softmaxes = [n for n in gm.graph.nodes if "softmax" in word(n) or "scaled_dot" in word(n)]
+    reason = f"its graph could not be read: {type(error).__name__}: {error}"
+    places = [place(n) for n in softmaxes] or [Place()]
+    return Compilation(gm, tuple(Entry(i, "fallback", p.where, p.source, reason=reason) for i, p in enumerate(places)))

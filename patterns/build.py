@@ -9,6 +9,7 @@ import torch
 from torch.fx import Node
 
 from fusecomp.graph.facts import dtype, op_name, place, shape, storage, written_arguments
+from fusecomp.graph.learning import cut, records
 from fusecomp.ir.algebra import ZERO, const
 from fusecomp.ir.expr import Const, Expr, Load, Reduce, Score, Var, parts, transform
 from fusecomp.ir.region import Access, AttentionRegion, Operand, Product
@@ -54,7 +55,9 @@ def build(lift: Lift, found: Found, anchor: Node) -> Match:
     v = value_access(lift, found)
     names = operand_names(list(products.values()), v, held, set(products))
     check_time(lift, names, found)
-    interior = closed_interior(lift, [lift.reads[p.tensor].node for p in products], set(names), found.output)
+    made = [lift.reads[p.tensor].node for p in products]
+    interior = closed_interior(lift, made, set(names), found.output)
+    check_gradient(made, interior, found.output)
     return bind(lift, found, scores, products, v, names, interior, anchor)
 
 
@@ -85,6 +88,22 @@ USE_ONCE = "a kernel never holds them: take from them one product with values, a
 RETURN_LESS = (
     "return them only where they are needed; a graph break while a variable still holds them makes them an output too"
 )
+
+MAXIMA = ("amax", "max")
+"""A maximum is only ever subtracted again, whatever becomes of its gradient."""
+
+
+def check_gradient(products: list[Node], interior: tuple[Node, ...], output: Node) -> None:
+    """The kernel's gradient is that of the whole formula. Raises Decline where the graph's stops on the way."""
+    if not records(output):
+        return
+    inside = {n for n in interior if op_name(n) not in MAXIMA}
+    scores = reach([n for n in products if n in inside], lambda n: inside.intersection(n.users))
+    weights = reach([output], lambda n: inside.intersection(n.all_input_nodes))
+    for node in interior:
+        if cut(node) and node in scores and node in weights:
+            raise Decline(f"no gradient flows back through {called(node)}, as it would through fused attention", node,
+                          "detach q, k and v, or the output; or put all of it under no_grad")  # fmt: skip
 
 
 def reach(start: Iterable[Node], step: Callable[[Node], Iterable[Node]]) -> set[Node]:

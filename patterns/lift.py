@@ -9,7 +9,8 @@ Broadcasting, views, masks and gathers become index arithmetic, so no spelling o
 a leaf: a tensor that is computed outside and read at its index.
 
 Time matters where a graph writes in place. A tensor is read by the operation that consumes it, not where it was made;
-`at` is the position of that reader. A value overwritten between its making and its reading is not lifted through.
+`at` is the position of that reader. A value overwritten between its making and its reading is not lifted through. Nor
+is one at which gradients stop: the kernel would send them on.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx import Node
 
 from fusecomp.graph.facts import Facts, dtype, is_tensor, number, op_name, shape, storage, value, written_arguments
+from fusecomp.graph.learning import cut
 from fusecomp.ir.algebra import ZERO, apply, const
 from fusecomp.ir.expr import Const, Expr, Load, Reduce, Var, dtype_kind, parts, variables
 from fusecomp.patterns.contraction import Contraction, contraction
@@ -141,7 +143,7 @@ class Lift:
             lifted = apply_rule(self, node, index)
         finally:
             self.at = before
-        if lifted is None or self.stale(lifted, node):
+        if lifted is None or self.stale(lifted, node) or (cut(node) and not self.holds_score(lifted)):
             self.visited.clear()
             return self.leaf(node, index)
         self.visited.add(node)

@@ -16,6 +16,7 @@ import fusecomp.patterns.reductions
 import fusecomp.patterns.spellings
 import fusecomp.patterns.views  # noqa: F401  (the three register their rules)
 from fusecomp.graph.facts import dtype, op_name, value
+from fusecomp.graph.learning import cut
 from fusecomp.ir.expr import Expr, Load, Var, variables
 from fusecomp.ir.poly import poly
 from fusecomp.patterns.contraction import Contraction
@@ -39,14 +40,14 @@ class Moves(Lift):
         place = self.facts.position[node]
         casts = op_name(node) in ("to", "_to_copy", "type_as", "float")
         exact = casts and dtype(node) in WIDER.get(dtype(node.args[0]), ())
-        if exact and not self.facts.written_between(node, place, self.at):
+        if exact and not cut(node) and not self.facts.written_between(node, place, self.at):
             found = self.lift_at(node.args[0], node, index)
             if self.stale(found, node):
                 return self.leaf(node, index)
             self.visited.add(node)
             return found
         self.rules = MOVES if value(node).is_floating_point() else RULES
-        if op_name(node) not in self.rules:
+        if op_name(node) not in self.rules or cut(node):
             return self.leaf(node, index)
         return super().lift_tensor(node, index)
 

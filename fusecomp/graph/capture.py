@@ -8,17 +8,26 @@ autograd, so that one rewrite serves training and inference alike.
 from __future__ import annotations
 
 import contextlib
+import copy
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.autograd import grad_mode
 from torch.fx import GraphModule, Interpreter, Node
 from torch.fx import traceback as fx_traceback
-from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx, track_tensor_tree
+from torch.utils import _pytree as pytree
+
+from fusecomp.errors import CaptureError
 
 SOFTMAX_WORDS = ("softmax", "softmin", "exp", "scaled_dot_product", "multi_head_attention")
 HIGHER_ORDER = torch._ops.HigherOrderOperator
+INFERENCE = (grad_mode._enter_inference_mode, grad_mode._exit_inference_mode)
+KEPT = "fusecomp_kept"
+"""In the meta of calls that are no tensor operations."""
 
 
 def word(node: Node) -> str:
@@ -40,21 +49,14 @@ def is_power_of_number(node: Node) -> bool:
     return "pow" in word(node) and isinstance(node.args[-1 if "rpow" in word(node) else 0], int | float)
 
 
-def uses_functorch(gm: GraphModule) -> bool:
-    """Whether `torch.vmap` and its kin are in the graph: re-tracing would bake their levels in as constants."""
-    modules = ((n, str(getattr(n.target, "__module__", ""))) for n in gm.graph.nodes)
-    return any("functorch" in module or "batch_dim" in word(n) for n, module in modules)
-
-
-def higher_order_nodes(gm: GraphModule) -> list[Node]:
-    """Calls whose arguments are graphs: activation checkpoints, `cond`, autocast regions."""
-    return [n for n in gm.graph.nodes if isinstance(n.target, HIGHER_ORDER)]
+def recorded_value(node: Node) -> Any:
+    """The fake tensor or number that Dynamo or make_fx found a node to be."""
+    return node.meta.get("example_value", node.meta.get("val"))
 
 
 def placeholder_values(gm: GraphModule) -> list[Any]:
     """The fake tensors and symbolic numbers of a graph's inputs, as Dynamo or make_fx recorded them."""
-    nodes = [n for n in gm.graph.nodes if n.op == "placeholder"]
-    return [n.meta.get("example_value", n.meta.get("val")) for n in nodes]
+    return [recorded_value(n) for n in gm.graph.nodes if n.op == "placeholder"]
 
 
 def fake_mode(values: Sequence[Any]) -> FakeTensorMode | None:
@@ -62,15 +64,26 @@ def fake_mode(values: Sequence[Any]) -> FakeTensorMode | None:
 
 
 class Retrace(Interpreter):
-    """Runs Dynamo's graph while make_fx records it.
+    """Runs Dynamo's graph while make_fx records it, and sees that the record loses nothing.
 
-    Under a pre-dispatch trace `torch.autocast` is only recorded, not entered, so products of mixed dtypes would fail:
-    here it is entered as well.
+    What is no tensor operation stays a call as it was: operators with a graph of their own (traced through, an
+    autograd function would lose its backward), checks of the inputs, statements that switch some state of PyTorch's.
+    `torch.autocast`, which a pre-dispatch trace only records, is entered as well: products of mixed dtypes would fail.
     """
 
     def __init__(self, gm: GraphModule) -> None:
         super().__init__(gm)
         self.entered: dict[Any, Any] = {}
+
+    def run_node(self, n: Node) -> Any:
+        check = n.op == "call_module" and not n.users
+        if check or n.target in INFERENCE or isinstance(n.target, HIGHER_ORDER):
+            return self.keep(n)
+        recorded = len(tracer().graph.nodes)
+        result = super().run_node(n)
+        if n.op == "call_function" and result is None and len(tracer().graph.nodes) == recorded and not n.users:
+            self.keep(n)
+        return result
 
     def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         result = super().call_function(target, args, kwargs)
@@ -81,19 +94,56 @@ class Retrace(Interpreter):
             self.entered.pop(id(args[0])).__exit__(None, None, None)
         return result
 
+    def keep(self, n: Node) -> Any:
+        """Record a call as it stands. Its value is the one that Dynamo or export found."""
+        if n.op == "call_module":
+            tracer().root.add_module(str(n.target), self.submodules[str(n.target)])
+            tracer().graph.owning_module = tracer().root
+        args, kwargs = torch.fx.map_arg((n.args, n.kwargs), self.recorded)
+        proxy = tracer().create_proxy(n.op, n.target, args, kwargs)
+        proxy.node.meta = {**n.meta, **proxy.node.meta, KEPT: True}
+        if isinstance(n.target, HIGHER_ORDER):
+            found = recorded_value(n)
+            if found is None and n.users:
+                raise CaptureError(f"nothing is recorded about the result of {n.target}")
+            return track_tensor_tree(found, proxy, constant=None, tracer=tracer())
+        return proxy
+
+    def recorded(self, n: Node) -> Any:
+        """What stands for the value of `n` in the record."""
+        held = self.env[n]
+        if not isinstance(held, torch.nn.Module):
+            return pytree.tree_map(tracer().unwrap_proxy, held)
+        tracer().root.add_module(str(n.target), held)
+        return tracer().create_proxy("get_attr", n.target, (), {})
+
+
+def tracer() -> Any:
+    """The make_fx trace in progress."""
+    mode = get_proxy_mode()
+    assert mode is not None
+    return mode.tracer
+
 
 def capture(gm: GraphModule, values: Sequence[Any]) -> GraphModule:
-    """Re-trace `gm` on fake inputs into pre-dispatch ATen, dead code removed.
+    """Re-trace `gm` on fake inputs into pre-dispatch ATen, dead code removed. `torch.vmap` is written out.
 
     Inputs and outputs keep their order. In-place operations stay as written; autocast shows as enter and exit nodes.
     """
     mode = fake_mode(values)
     context = mode if mode is not None else contextlib.nullcontext()
     with context, fx_traceback.preserve_node_meta():
-        traced = make_fx(Retrace(gm).run, pre_dispatch=True)(*values)
-    traced.graph.eliminate_dead_code()
-    traced.recompile()
+        run = functools.partial(Retrace(gm).run, enable_io_processing=False)
+        traced = make_fx(run, pre_dispatch=True)(*values)
+    traced.graph.set_codegen(copy.copy(gm.graph._codegen))
+    without_dead_code(traced)
     return traced
+
+
+def without_dead_code(module: GraphModule) -> None:
+    """Remove what nothing reads and nobody notices."""
+    module.graph.eliminate_dead_code(lambda n: n.is_impure() or KEPT in n.meta)
+    module.recompile()
 
 
 def inline(before: Node, fn: Callable[..., Any], inputs: Sequence[Node]) -> Node:

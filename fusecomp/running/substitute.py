@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
+from fusecomp.graph.learning import carry
 from fusecomp.patterns.build import Match
 from fusecomp.patterns.naming import SizeSource
 from fusecomp.planning.tile import TilePlan
@@ -57,6 +58,7 @@ def substitute(
 
 def take_place(match: Match, new: Node) -> None:
     """Let `new` stand for match.output, and remove the nodes between inputs and output."""
+    carry(match.output, new)
     match.output.replace_all_uses_with(new)
     for dead in [match.output, *reversed(match.interior)]:
         dead.graph.erase_node(dead)

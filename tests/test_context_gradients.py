@@ -1,0 +1,187 @@
+"""Where gradients are recorded, where they stop, and who writes his own: as in eager, not as in the formula."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from agreement import agree, attend, plain, qkv, reasons
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+QKV = Callable[[Tensor, Tensor, Tensor], Any]
+
+
+def scores_under_no_grad(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    with torch.no_grad():
+        s = q @ k.mT
+        s = s * 0.3
+    return s.softmax(-1) @ v
+
+
+def scores_detached(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return (q @ k.mT).detach().softmax(-1) @ v
+
+
+def weights_detached(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return (q @ k.mT).softmax(-1).detach() @ v
+
+
+def total_detached(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    e = (q @ k.mT).exp()
+    return e / e.sum(-1, keepdim=True).detach() @ v
+
+
+def logsumexp_detached(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    s = q @ k.mT
+    return (s - s.logsumexp(-1, keepdim=True).detach()).exp() @ v
+
+
+@pytest.mark.parametrize(
+    "fn", [scores_under_no_grad, scores_detached, weights_detached, total_detached, logsumexp_detached]
+)
+def test_a_gradient_that_stops_inside_is_left_alone(fn: QKV) -> None:
+    agree(fn, qkv(learn=True), fused=0, train=True)
+    assert "no gradient flows back through" in reasons(fn, qkv(learn=True))[0]
+    agree(fn, qkv(), fused=1)  # where nothing learns, nothing stops
+
+
+def test_only_the_queries_learn_and_their_scores_do_not() -> None:
+    q, k, v = qkv()
+    agree(lambda *a: scores_under_no_grad(*a) + a[0].sum(), [q.requires_grad_(), k, v], fused=0, train=True)
+
+
+def maximum_detached(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    s = q @ k.mT
+    e = (s - s.amax(-1, keepdim=True).detach()).exp()
+    return e / e.sum(-1, keepdim=True) @ v
+
+
+def maximum_of_detached(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    s = q @ k.mT
+    e = (s - s.detach().max(-1, keepdim=True).values).exp()
+    return e / e.sum(-1, keepdim=True) @ v
+
+
+def maximum_under_no_grad(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    s = q @ k.mT
+    with torch.no_grad():
+        m = s.amax(-1, keepdim=True)
+    e = (s - m).exp()
+    return e / e.sum(-1, keepdim=True) @ v
+
+
+@pytest.mark.parametrize("fn", [maximum_detached, maximum_of_detached, maximum_under_no_grad])
+def test_a_maximum_without_gradient_changes_nothing(fn: QKV) -> None:
+    agree(fn, qkv(learn=True), train=True)
+
+
+def computed_bias(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    with torch.no_grad():
+        bias = q[..., :1].exp() + 1
+    return (q @ k.mT + bias).softmax(-1) @ v
+
+
+@pytest.mark.parametrize(
+    "fn",
+    [
+        lambda q, k, v: plain(q, k, v.detach()),
+        lambda q, k, v: plain(q, k.detach(), v),
+        lambda q, k, v: (q @ k.mT.detach()).softmax(-1) @ v,
+        lambda q, k, v: plain(q + (q.round() - q).detach(), k, v),
+        lambda q, k, v: plain(q, k, v).detach() + q,
+        computed_bias,
+    ],
+)
+def test_operands_that_do_not_learn_are_read_behind_the_stop(fn: QKV) -> None:
+    agree(fn, qkv(13, 13, learn=True), train=True)
+
+
+def test_grouped_heads_under_no_grad_are_not_repeated_in_memory() -> None:
+    def fn(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        with torch.no_grad():
+            out = plain(q, k.repeat_interleave(3, 1), v.repeat_interleave(3, 1))
+        return out + q
+
+    args = [torch.randn(2, h, 13, 8, requires_grad=True) for h in (3, 1, 1)]
+    agree(fn, args, train=True)
+
+
+@pytest.mark.parametrize("inside", [torch.no_grad, torch.inference_mode, torch.enable_grad])
+@pytest.mark.parametrize("outside", [torch.no_grad, torch.enable_grad])
+def test_modes_inside_and_around(inside: Callable[[], Any], outside: Callable[[], Any]) -> None:
+    def fn(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        with inside():
+            return attend(q, k, v)
+
+    with outside():
+        agree(fn, qkv(learn=inside is not torch.inference_mode), train=inside is torch.enable_grad)
+
+
+def test_inference_mode_stays_in_the_graph() -> None:
+    def fn(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        with torch.inference_mode():
+            a = attend(q, k, v)
+        return a, plain(q, k, v)
+
+    agree(fn, qkv(), fused=2)
+
+
+class Tripled(torch.autograd.Function):
+    """The identity, whose gradient is three times as large."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return 3 * grad
+
+
+@pytest.mark.parametrize(
+    "fn",
+    [
+        lambda q, k, v: attend(Tripled.apply(q), k, Tripled.apply(v)),
+        lambda q, k, v: Tripled.apply(attend(q, k, v)),
+        lambda q, k, v: attend(Tripled.apply(q) * q, k, v),
+    ],
+)
+def test_a_gradient_that_the_user_wrote_is_kept(fn: QKV) -> None:
+    agree(fn, qkv(learn=True), train=True)
+
+
+def test_a_users_gradient_between_the_products_is_no_softmaxs() -> None:
+    agree(lambda q, k, v: Tripled.apply(q @ k.mT).softmax(-1) @ v, qkv(learn=True), fused=0, train=True)
+
+
+def test_the_second_attention_learns_through_the_first() -> None:
+    agree(lambda q, k, v: attend(attend(q, k, v), k.detach(), v.detach()), qkv(learn=True), fused=2, train=True)
+
+
+def test_what_is_written_into_a_buffer_learns() -> None:
+    def fn(a: Tensor, b: Tensor, q: Tensor, v: Tensor) -> Tensor:
+        k = q.new_empty(2, 3, 21, 8)
+        k[..., :3].copy_(a)
+        k[..., 3:].copy_(b)
+        return plain(q, k, v)
+
+    a, b = torch.randn(2, 3, 21, 3, requires_grad=True), torch.randn(2, 3, 21, 5)
+    agree(fn, [a, b, *qkv()[:2]], train=True)
+
+
+def test_two_checkpoints() -> None:
+    def fn(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return checkpoint(attend, checkpoint(plain, q, k, v, use_reentrant=False), k, v, use_reentrant=False)
+
+    agree(fn, qkv(learn=True), fused=2, train=True)
+
+
+def test_a_second_gradient_is_an_error_and_not_a_zero() -> None:
+    args = qkv(learn=True)
+    out = torch.compile(attend, backend="fusecomp", options={"inner": "aot_eager"})(*args)
+    (first,) = torch.autograd.grad(out.square().sum(), args[:1], create_graph=True)
+    with pytest.raises(RuntimeError, match="double backward"):
+        torch.autograd.grad(first.sum(), args[:1])
