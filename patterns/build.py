@@ -52,7 +52,7 @@ def build(lift: Lift, found: Found, anchor: Node) -> Match:
     dropout.check(found.weights, found.index("kv_idx"), anchor)
     held = [scores.score, *scores.keep, found.weights.scores, found.weights.factor, found.weights.sink or ZERO]
     products = dict(score_products(lift, found, held, anchor))
-    v = value_access(lift, found)
+    v = value_access(lift, found, scores.keep if scores.fill == float("-inf") else ())
     names = operand_names(list(products.values()), v, held, set(products))
     check_time(lift, names, found)
     made = [lift.reads[p.tensor].node for p in products]

@@ -8,7 +8,7 @@ Arithmetic (a scale on q, a norm, rotary embedding) stays outside, where Inducto
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from torch.fx import Node
 
@@ -17,12 +17,16 @@ import fusecomp.patterns.spellings
 import fusecomp.patterns.views  # noqa: F401  (the three register their rules)
 from fusecomp.graph.facts import dtype, op_name, value
 from fusecomp.graph.learning import cut
-from fusecomp.ir.expr import Expr, Load, Var, variables
+from fusecomp.ir.algebra import apply
+from fusecomp.ir.expr import Apply, Const, Expr, Load, Var, parts, variables
 from fusecomp.ir.poly import poly
+from fusecomp.ir.ranges import bound_of
 from fusecomp.patterns.contraction import Contraction
-from fusecomp.patterns.lift import RULES, VIEWS, Index, Lift
+from fusecomp.patterns.lift import RULES, VIEWS, Index, Lift, Rule
+from fusecomp.patterns.masks import conjuncts, oriented
 
 MOVES = {name: RULES[name] for name in [*VIEWS, "index", "_unsafe_index", "index_select", "gather", "take_along_dim"]}
+ZEROING = {name: RULES[name] for name in ("where", "masked_fill")}
 WIDER = {
     "float8_e4m3fn": ("bfloat16", "float16", "float32"),
     "float8_e5m2": ("bfloat16", "float16", "float32"),
@@ -36,6 +40,9 @@ WIDER = {
 class Moves(Lift):
     """A lift that follows rearrangements only, and through them the arithmetic of the integers that index."""
 
+    more: dict[str, Rule] = field(default_factory=dict)
+    """Rules of floating-point tensors besides the moves."""
+
     def lift_tensor(self, node: Node, index: Index) -> Expr:
         place = self.facts.position[node]
         casts = op_name(node) in ("to", "_to_copy", "type_as", "float")
@@ -46,7 +53,7 @@ class Moves(Lift):
                 return self.leaf(node, index)
             self.visited.add(node)
             return found
-        self.rules = MOVES if value(node).is_floating_point() else RULES
+        self.rules = {**MOVES, **self.more} if value(node).is_floating_point() else RULES
         if op_name(node) not in self.rules or cut(node):
             return self.leaf(node, index)
         return super().lift_tensor(node, index)
@@ -67,12 +74,49 @@ def operand(lift: Lift, node: Node, index: Index, row: Var, column: Var, at: int
     moves = Moves(lift.facts, constants=lift.constants, at=at, limit=lift.limit)
     found = moves.lift(node, index)
     if isinstance(found, Load) and addressable(found, row, column):
-        for name, read in moves.reads.items():
-            seen = lift.reads.setdefault(name, read)
-            seen.at = min(seen.at, read.at)
-        lift.visited |= moves.visited
-        return found
+        return taken(lift, moves, found)
     return lift.leaf(node, index)  # type: ignore[return-value]
+
+
+def taken(lift: Lift, moves: Moves, found: Load) -> Load:
+    """`found`, with what was read on the way to it."""
+    for name, read in moves.reads.items():
+        seen = lift.reads.setdefault(name, read)
+        seen.at = min(seen.at, read.at)
+    lift.visited |= moves.visited
+    return found
+
+
+def values(
+    lift: Lift, node: Node, index: Index, row: Var, column: Var, at: int, keep: tuple[Expr, ...]
+) -> Load:
+    """V; in pages also where the program zeroed what lies past a length, which is never read.
+
+    (c ? V : 0)[.., n, ..] = V[.., n, ..]    for every key n that is read, if c only says n < length, as `keep` does
+    """
+    moves = Moves(lift.facts, constants=lift.constants, at=at, limit=lift.limit, more=ZEROING)
+    match moves.lift(node, index):
+        case Apply("where", (c, Load() as x, Const(0 | 0.0))) if unread(c, x, keep) and addressable(x, row, column):
+            return taken(lift, moves, x)
+        case Apply("where", (c, Const(0 | 0.0), Load() as x)) if (
+            unread(apply("not", c), x, keep) and addressable(x, row, column)
+        ):
+            return taken(lift, moves, x)
+    return operand(lift, node, index, row, column, at)
+
+
+def unread(c: Expr, x: Load, keep: tuple[Expr, ...]) -> bool:
+    """Whether the keys at which c fails lie past an end that the mask has too, one for a whole row of x's page table:
+    kernels visit no key from there on."""
+    tables = [t for i in x.index for t in parts(i) if isinstance(t, Load)]
+    rows = {i.name for t in tables for i in t.index if isinstance(i, Var)}
+    known = set(map(oriented, keep))
+    for term in map(oriented, conjuncts(c)):
+        match bound_of(term, "q_idx", "kv_idx"):
+            case "upper", end if not end.slope and variables(end.edge) <= rows and term in known:
+                continue
+        return False
+    return True
 
 
 def addressable(load: Load, row: Var, column: Var) -> bool:

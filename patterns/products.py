@@ -12,7 +12,7 @@ from fusecomp.ir.algebra import TRUE, ZERO, apply, const
 from fusecomp.ir.expr import Const, Expr, Load, Var, parts, variables
 from fusecomp.patterns.contraction import Contraction
 from fusecomp.patterns.lift import Decline, Lift
-from fusecomp.patterns.operands import operand
+from fusecomp.patterns.operands import operand, values
 from fusecomp.patterns.reasons import no_scores
 from fusecomp.patterns.weights import Weights
 
@@ -126,8 +126,8 @@ def product_dtype(computed: str, q: str, k: str, node: Node) -> str:
     return q if computed == "float32" and q == k and q in HALF_OR_SINGLE else computed
 
 
-def value_access(lift: Lift, found: Found) -> Load:
-    """Which element of which tensor V is. Raises Decline."""
+def value_access(lift: Lift, found: Found, keep: tuple[Expr, ...]) -> Load:
+    """Which element of which tensor V is. Keys outside `keep` have a weight of 0. Raises Decline."""
     spec, dv = found.spec, found.index("dv")
     if dtype(found.product) not in HALF_OR_SINGLE:
         raise Decline(f"products in {dtype(found.product)} have no kernel", found.product)
@@ -137,4 +137,4 @@ def value_access(lift: Lift, found: Found) -> Load:
         raise Decline(f"value head size {size} is above {MOST_D}", found.product)
     fixed = Var("dv", const(int(size)))
     index = tuple(fixed if a == letter else found.axes.get(a, ZERO) for a in spec.right_axes)
-    return operand(lift, spec.right, index, found.index("kv_idx"), fixed, lift.facts.position[found.product])
+    return values(lift, spec.right, index, found.index("kv_idx"), fixed, lift.facts.position[found.product], keep)

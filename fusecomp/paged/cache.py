@@ -110,11 +110,13 @@ class PagedKVCache(BlockTables):
         sinks: Tensor | None = None,
     ) -> Tensor:
         """Causal attention of the new tokens, q [B, M, H, D] or [T, H, D], over all tokens of their sequences."""
-        place = step.positions if step.packed else step.seq_lens
-        form = attention.packed if step.packed else attention.rows
+        table, size, starts = step.block_table, self.block_size, step.cu_seqlens_q
         pages = self.keys[layer], self.values[layer]
-        variant: dict[str, Any] = {"scale": scale, "softcap": softcap, "window": window, "sinks": sinks}
-        return form(q, *pages, step.block_table, place, step.cu_seqlens_q, **variant)
+        if step.packed:
+            seen = attention.seen_by_tokens(table, size, step.positions, starts, window)
+            return attention.attend(q[:, None], *pages, seen, scale, softcap, sinks)[:, 0]
+        seen = attention.seen_by_rows(table, size, step.seq_lens, starts, q.shape[1], window)
+        return attention.attend(q, *pages, seen, scale, softcap, sinks)
 
     # ------------------------------------------------------------------------------------------------------------
     # Pages that move
