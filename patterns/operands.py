@@ -26,7 +26,9 @@ from fusecomp.patterns.lift import RULES, VIEWS, Index, Lift, Rule
 from fusecomp.patterns.masks import conjuncts, oriented
 
 MOVES = {name: RULES[name] for name in [*VIEWS, "index", "_unsafe_index", "index_select", "gather", "take_along_dim"]}
-ZEROING = {name: RULES[name] for name in ("where", "masked_fill")}
+ZEROING = {
+    name: RULES[name] for name in ("where", "masked_fill", "zeros", "zeros_like", "full", "full_like", "new_zeros")
+}
 WIDER = {
     "float8_e4m3fn": ("bfloat16", "float16", "float32"),
     "float8_e5m2": ("bfloat16", "float16", "float32"),
@@ -87,9 +89,7 @@ def taken(lift: Lift, moves: Moves, found: Load) -> Load:
     return found
 
 
-def values(
-    lift: Lift, node: Node, index: Index, row: Var, column: Var, at: int, keep: tuple[Expr, ...]
-) -> Load:
+def values(lift: Lift, node: Node, index: Index, row: Var, column: Var, at: int, keep: tuple[Expr, ...]) -> Load:
     """V; in pages also where the program zeroed what lies past a length, which is never read.
 
     (c ? V : 0)[.., n, ..] = V[.., n, ..]    for every key n that is read, if c only says n < length, as `keep` does
@@ -98,8 +98,8 @@ def values(
     match moves.lift(node, index):
         case Apply("where", (c, Load() as x, Const(0 | 0.0))) if unread(c, x, keep) and addressable(x, row, column):
             return taken(lift, moves, x)
-        case Apply("where", (c, Const(0 | 0.0), Load() as x)) if (
-            unread(apply("not", c), x, keep) and addressable(x, row, column)
+        case Apply("where", (c, Const(0 | 0.0), Load() as x)) if unread(apply("not", c), x, keep) and addressable(
+            x, row, column
         ):
             return taken(lift, moves, x)
     return operand(lift, node, index, row, column, at)

@@ -68,3 +68,22 @@ def test_the_backend_reads_the_pages(form: str, variant: str, monkeypatch: pytes
     assert f"kv_idx // {BLOCK}" in score and f"kv_idx // {BLOCK}" in value  # noqa: PT018
     for (seq, tokens), count in zip(seqs.items(), counts, strict=True):
         torch.testing.assert_close(got[seq].double(), dense(tokens, count, **VARIANTS[variant]), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_eager_too_forgives_what_lies_past_a_length(form: str) -> None:
+    """Blocks come back with what others left in them, NaN perhaps."""
+    cache = cache_of()
+    seqs = filled(cache)
+    counts, shape = FORMS[form]
+    more(cache, seqs, counts)
+    held = [torch.tensor(cache.table(seq)).repeat_interleave(BLOCK)[: len(tokens)] for seq, tokens in seqs.items()]
+    places = [torch.arange(len(tokens)) % BLOCK for tokens in seqs.values()]
+    live = torch.zeros(cache.dump + 1, BLOCK, dtype=torch.bool)
+    live[torch.cat(held), torch.cat(places)] = True
+    live[cache.null] = True
+    for pages in (*cache.keys, *cache.values):
+        pages[~live] = float("nan")
+    got = run(cache, seqs, **shape)
+    for (seq, tokens), count in zip(seqs.items(), counts, strict=True):
+        torch.testing.assert_close(got[seq].double(), dense(tokens, count), rtol=1e-4, atol=1e-5)
