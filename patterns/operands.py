@@ -96,12 +96,14 @@ def values(lift: Lift, node: Node, index: Index, row: Var, column: Var, at: int,
     """
     moves = Moves(lift.facts, constants=lift.constants, at=at, limit=lift.limit, more=ZEROING)
     match moves.lift(node, index):
-        case Apply("where", (c, Load() as x, Const(0 | 0.0))) if unread(c, x, keep) and addressable(x, row, column):
-            return taken(lift, moves, x)
-        case Apply("where", (c, Const(0 | 0.0), Load() as x)) if unread(apply("not", c), x, keep) and addressable(
-            x, row, column
-        ):
-            return taken(lift, moves, x)
+        case Apply("where", (c, Load() as x, Const(0 | 0.0))):
+            live = c
+        case Apply("where", (c, Const(0 | 0.0), Load() as x)):
+            live = apply("not", c)
+        case _:
+            return operand(lift, node, index, row, column, at)
+    if unread(live, x, keep) and addressable(x, row, column):
+        return taken(lift, moves, x)
     return operand(lift, node, index, row, column, at)
 
 
