@@ -17,7 +17,7 @@ from fusecomp.ir.algebra import ZERO, const
 from fusecomp.ir.expr import Apply, Cast, Expr, Var
 from fusecomp.patterns.build import Match, build
 from fusecomp.patterns.contraction import Contraction, contraction
-from fusecomp.patterns.lift import Decline, Lift, broadcast
+from fusecomp.patterns.lift import Decline, Lift, Outside, broadcast
 from fusecomp.patterns.products import Found
 from fusecomp.patterns.reasons import no_weights, under_scores
 from fusecomp.patterns.weights import Weights, denominator, normalised, softmax_weights
@@ -67,11 +67,16 @@ class Recogniser:
         """The attention around one softmax. Raises Decline."""
         lift = Lift(self.facts, constants=self.constants)
         reasons: list[Decline] = []
-        for output, spec in products_below(anchor):
+        queue = list(products_below(anchor))
+        while queue:
+            output, spec = queue[0]
             try:
                 return build(lift, self.read(lift, output, spec), anchor)
+            except Outside as o:
+                lift = Lift(self.facts, constants=self.constants, outside=lift.outside | {o.node})
             except Decline as d:
                 reasons.append(d)
+                queue.pop(0)
         if anchor not in lift.visited and not under_scores(anchor.all_input_nodes):
             raise Decline(GATE, anchor)
         if reasons:

@@ -14,7 +14,7 @@ from fusecomp.ir.algebra import ZERO, const
 from fusecomp.ir.expr import Const, Expr, Load, Reduce, Score, Var, parts, transform
 from fusecomp.ir.region import Access, AttentionRegion, Operand, Product
 from fusecomp.patterns import dropout
-from fusecomp.patterns.lift import Decline, Lift
+from fusecomp.patterns.lift import Decline, Lift, Outside
 from fusecomp.patterns.masks import Masked, oriented, sees_a_key, sees_nothing, split
 from fusecomp.patterns.naming import Lengths, SizeSource, memory_order, operand_names, renamed
 from fusecomp.patterns.products import Found, Pair, score_products, value_access
@@ -43,9 +43,12 @@ class Match:
 
 
 def build(lift: Lift, found: Found, anchor: Node) -> Match:
-    """The region of what was found. Raises Decline with the reason why it is none."""
+    """The region of what was found. Raises Decline with the reason why it is none, Outside where a sum stands in the
+    scores: of a projection of the queries, say, in a gate on the bias."""
     scores = split(found.weights.scores)
-    if any(isinstance(x, Reduce) for x in parts(scores.score)):
+    for total in (x for x in parts(scores.score) if isinstance(x, Reduce)):
+        if total in lift.reductions:
+            raise Outside(lift.reductions[total])
         raise Decline("each score depends on others through a reduction", anchor)
     if sees_nothing(scores.keep):
         raise Decline("no query sees any key", anchor)

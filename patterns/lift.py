@@ -51,6 +51,13 @@ def rule(*names: str, moves: bool = False) -> Callable[[Rule], Rule]:
     return register
 
 
+class Outside(Exception):
+    """A node must be computed outside: its value, not its expression, is to be read."""
+
+    def __init__(self, node: Node) -> None:
+        self.node = node
+
+
 class Decline(Exception):
     """This candidate is left alone."""
 
@@ -79,6 +86,10 @@ class Lift:
     """Expressions already made, with the nodes that each was read from."""
     constants: dict[str, Any] = field(default_factory=dict)
     """Values of the graph's get_attr nodes, by node name."""
+    outside: frozenset[Node] = frozenset()
+    """Nodes that are leaves whatever they compute."""
+    reductions: dict[Expr, Node] = field(default_factory=dict)
+    """The nodes that sums and maxima were lifted from."""
     rules: dict[str, Rule] = field(default_factory=lambda: RULES)
     bound: int = 0
     limit: int = 1 << 60
@@ -127,7 +138,7 @@ class Lift:
 
     def lift_tensor(self, node: Node, index: Index) -> Expr:
         place = self.facts.position[node]
-        if self.facts.written_between(node, place, self.at):
+        if node in self.outside or self.facts.written_between(node, place, self.at):
             return self.leaf(node, index)
         if node.name in self.constants and (held := single(self.constants[node.name])) is not None:
             return held

@@ -41,14 +41,16 @@ def summed(lift: Lift, node: Node, index: Index) -> Expr | None:
 
 def reduced(lift: Lift, node: Node, index: Index, op: str) -> Expr | None:
     found = over(lift, node.args[0], argument(node, 1, "dim"), index, argument(node, 2, "keepdim", False))
-    return reduce(op, found[0], found[1]) if found else None
+    return reduce(lift, node, op, found[0], found[1]) if found else None
 
 
-def reduce(op: str, j: Var, body: Expr) -> Reduce:
+def reduce(lift: Lift, node: Node, op: str, j: Var, body: Expr) -> Reduce:
     """op over j of body, the bound index named by the depth of reductions under it, so that equal sums are equal."""
     deepest = max((int(x.var.name[1:]) for x in parts(body) if isinstance(x, Reduce)), default=0)
     named = Var(f"_{deepest + 1}", j.size)
-    return Reduce(op, named, substitute(body, {j: named}))
+    made = Reduce(op, named, substitute(body, {j: named}))
+    lift.reductions[made] = node
+    return made
 
 
 def reduced_values(lift: Lift, node: Node, which: int, index: Index) -> Expr | None:
@@ -63,7 +65,7 @@ def reduced_values(lift: Lift, node: Node, which: int, index: Index) -> Expr | N
 def logsumexp(lift: Lift, node: Node, index: Index) -> Expr | None:
     """log sum_j exp x[.., j, ..]"""
     found = over(lift, node.args[0], argument(node, 1, "dim"), index, argument(node, 2, "keepdim", False))
-    return apply("log", reduce("sum", found[0], apply("exp", found[1]))) if found else None
+    return apply("log", reduce(lift, node, "sum", found[0], apply("exp", found[1]))) if found else None
 
 
 def normalised(lift: Lift, node: Node, index: Index) -> tuple[Expr, Expr] | None:
@@ -73,7 +75,7 @@ def normalised(lift: Lift, node: Node, index: Index) -> tuple[Expr, Expr] | None
         return None
     j = lift.fresh(shape(source)[dim])
     body = lift.lift(source, (*index[:dim], j, *index[dim + 1 :]))
-    return substitute(body, {j: index[dim]}), reduce("sum", j, apply("exp", body))
+    return lift.lift(source, index), reduce(lift, node, "sum", j, apply("exp", body))
 
 
 @rule("softmax", "_softmax", "special_softmax")

@@ -356,3 +356,22 @@ def chunks_after_left_padding(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> 
     first = (mask.cumsum(-1) == 0).sum(-1)[:, None, None]
     keep = ((j - first) // 8 == (i - first) // 8) & (j <= i) & mask[:, None].bool()
     return (scores(q, k) + torch.where(keep[:, None], 0.0, MIN)).softmax(-1) @ v
+
+
+@CASES.fuse(lambda d: [*qkv(d), d(8, 8), d(13, 21)], grad=(0, 1, 2, 3, 4))
+def bias_gated_by_the_query(q: Tensor, k: Tensor, v: Tensor, w: Tensor, bias: Tensor) -> Tensor:
+    """WavLM: the gate holds a sum, which is none of scores."""
+    gate = torch.sigmoid((q @ w).unflatten(-1, (2, 4)).sum(-1)[..., :1])
+    return (scores(q, k) + gate * bias).softmax(-1) @ v
+
+
+@CASES.fuse()
+def cosine_scores(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    lengths = q.square().sum(-1, keepdim=True).sqrt() * k.square().sum(-1)[..., None, :].sqrt()
+    return (5 * q @ k.mT / lengths).softmax(-1) @ v
+
+
+@CASES.decline(qkv, "is not a pointwise function of the scores", grad=())
+def scores_over_their_length(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    s = scores(q, k)
+    return (s / s.square().sum(-1, keepdim=True).sqrt()).softmax(-1) @ v
