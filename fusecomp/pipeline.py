@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch.fx import GraphModule
 
-from fusecomp.errors import FusecompError, VerificationError
+from fusecomp.errors import CaptureError, FusecompError, VerificationError
 from fusecomp.graph.capture import capture, may_hold_attention, without_dead_code, word
 from fusecomp.graph.facts import Place, op_name, place
 from fusecomp.graph.learning import learns, mark, records
@@ -60,7 +60,10 @@ def compile_graph(gm: GraphModule, values: Sequence[Any], options: Options) -> C
     """
     if not may_hold_attention(gm):
         return Compilation(gm)
-    captured = capture(gm, values)
+    try:
+        captured = capture(gm, values)
+    except CaptureError as error:
+        return unread(gm, error, "declined")
     written = write_out(captured)
     dropouts = seed_dropouts(captured)
     entries = list(plain_sdpa(captured))
@@ -219,9 +222,9 @@ def plain_sdpa(module: GraphModule) -> Iterator[Entry]:
         yield Entry(0, "declined", at.where, at.source, reason=PLAIN)
 
 
-def unread(gm: GraphModule, error: Exception) -> Compilation:
+def unread(gm: GraphModule, error: Exception, status: str = "fallback") -> Compilation:
     """What to tell where a graph could not be read at all: its softmaxes run as written."""
     softmaxes = [n for n in gm.graph.nodes if "softmax" in word(n) or "scaled_dot" in word(n)]
-    reason = f"its graph could not be read: {type(error).__name__}: {error}"
+    reason = str(error) if isinstance(error, CaptureError) else f"{type(error).__name__}: {error}"
     places = [place(n) for n in softmaxes] or [Place()]
-    return Compilation(gm, tuple(Entry(i, "fallback", p.where, p.source, reason=reason) for i, p in enumerate(places)))
+    return Compilation(gm, tuple(Entry(i, status, p.where, p.source, reason=reason) for i, p in enumerate(places)))

@@ -16,12 +16,14 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.autograd import grad_mode
-from torch.fx import GraphModule, Interpreter, Node
+from torch.fx import Graph, GraphModule, Interpreter, Node
 from torch.fx import traceback as fx_traceback
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx, track_tensor_tree
 from torch.utils import _pytree as pytree
 
 from fusecomp.errors import CaptureError
+from fusecomp.graph.facts import op_name, recorded_value
+from fusecomp.graph.levels import written_out
 
 SOFTMAX_WORDS = ("softmax", "softmin", "exp", "scaled_dot_product", "multi_head_attention")
 HIGHER_ORDER = torch._ops.HigherOrderOperator
@@ -47,11 +49,6 @@ def may_hold_attention(gm: GraphModule) -> bool:
 def is_power_of_number(node: Node) -> bool:
     """2 ** x, in Dynamo's words."""
     return "pow" in word(node) and isinstance(node.args[-1 if "rpow" in word(node) else 0], int | float)
-
-
-def recorded_value(node: Node) -> Any:
-    """The fake tensor or number that Dynamo or make_fx found a node to be."""
-    return node.meta.get("example_value", node.meta.get("val"))
 
 
 def placeholder_values(gm: GraphModule) -> list[Any]:
@@ -133,11 +130,24 @@ def capture(gm: GraphModule, values: Sequence[Any]) -> GraphModule:
     mode = fake_mode(values)
     context = mode if mode is not None else contextlib.nullcontext()
     with context, fx_traceback.preserve_node_meta():
-        run = functools.partial(Retrace(gm).run, enable_io_processing=False)
+        run = functools.partial(Retrace(written_out(gm)).run, enable_io_processing=False)
         traced = make_fx(run, pre_dispatch=True)(*values)
     traced.graph.set_codegen(copy.copy(gm.graph._codegen))
+    views_apart(traced.graph)
     without_dead_code(traced)
     return traced
+
+
+VIEWS_IN_PLACE = ("squeeze_", "unsqueeze_", "transpose_", "t_", "swapaxes_", "swapdims_")
+
+
+def views_apart(graph: Graph) -> None:
+    """x.squeeze_() as x.squeeze(): the same memory and values. Only where nothing reads x under its old name again."""
+    order = {n: i for i, n in enumerate(graph.nodes)}
+    for node in graph.nodes:
+        name = op_name(node)
+        if name in VIEWS_IN_PLACE and all(order[u] <= order[node] for u in node.args[0].users):
+            node.target = getattr(getattr(torch.ops.aten, name[:-1]), node.target._overloadname)
 
 
 def without_dead_code(module: GraphModule) -> None:

@@ -70,6 +70,11 @@ def value(node: Any) -> Any:
     return node.meta.get("val") if isinstance(node, Node) else node
 
 
+def recorded_value(node: Node) -> Any:
+    """The fake tensor or number that Dynamo or make_fx found a node to be."""
+    return node.meta.get("example_value", node.meta.get("val"))
+
+
 def is_tensor(node: Any) -> bool:
     return isinstance(value(node), torch.Tensor)
 
