@@ -111,8 +111,7 @@ def compile_match(module: GraphModule, match: Match, options: Options) -> Entry:
     if verdict is not None and not verdict.passed:
         return fallen_back(base, f"the kernel {verdict}", options)
     register(lowered.key, Kernel(match.region, lowered.launch, lowered.backward))
-    tiles = lowered.plan if lowered.lowering == "triton" else None
-    substitute(module, match, lowered.key, operation_for(match, lowered), tiles)
+    substitute(module, match, lowered.key, operation_for(match, lowered), lowered.source)
     return replace(base, status="fused")
 
 

@@ -9,10 +9,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import reduce
 
+from fusecomp.ir import data
 from fusecomp.ir.algebra import COMPARE, FALSE, TRUE, ZERO, apply, const, substitute
 from fusecomp.ir.expr import Apply, Const, Expr, Var, kind, transform, variables
 from fusecomp.ir.poly import from_poly, poly
+from fusecomp.ir.region import AttentionRegion
 
 INF = float("inf")
 ABSORBING = -6e4
@@ -54,6 +57,23 @@ def split(e: Expr) -> Masked:
         case Apply("max", (s, Const(float() as f))) if f <= ABSORBING and (inner := split(s)).keep:
             return replace(inner, fill=max(inner.fill, f))
     return Masked(e)
+
+
+def hiding(region: AttentionRegion) -> AttentionRegion:
+    """The region with the tensors that are added read as masks, so that whole tiles of them need no visit:
+
+        S = s + L        S where L > F, F = ABSORBING; rows whose live scores all lie below F / 2 see every key
+
+    For the data may hold a finite fill, as `finfo.min` is in most masks that models are given."""
+    hides = tuple(apply("gt", x, const(ABSORBING)) for x in data.added(region))
+    if not hides or region.sink is not None:
+        return replace(region, keep=(*region.keep, *hides))
+    filled = region.filled_score
+    if filled is None:
+        shown = reduce(lambda a, b: apply("and", a, b), region.keep, TRUE)
+        filled = apply("where", shown, region.score, const(-INF))
+    fill = ABSORBING if region.fill == -INF else max(region.fill, ABSORBING)
+    return replace(region, keep=(*region.keep, *hides), filled_score=filled, fill=fill)
 
 
 def _is_choice(e: Expr) -> bool:

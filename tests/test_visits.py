@@ -24,6 +24,7 @@ from fusecomp.ir.algebra import apply
 from fusecomp.ir.expr import Const, Expr
 from fusecomp.ir.reference import evaluate
 from fusecomp.ir.region import AttentionRegion
+from fusecomp.patterns.masks import hiding
 from fusecomp.planning.tile import TilePlan
 
 INF = float("inf")
@@ -96,6 +97,39 @@ def test_added_masks(interpreter: Interpreter, name: str) -> None:
     mask[kinds > 0.6] = 0.0
     region = adds(*index, shape=shape)
     agree(interpreter, region, [*qkv(16), mask], SIZES, by_table(region))
+
+
+def own_meaning(interpreter: Interpreter, region: AttentionRegion, args: list[Tensor], tolerance: float) -> None:
+    """The kernel of the region whose added tensors hide keys, held against the region as it was, in the kernel's
+    float32: scores are lost in a fill there."""
+    expected = evaluate(region, args, SIZES, torch.float32)
+    hidden = hiding(region)
+    source, out = emit(hidden, by_table(hidden)), torch.empty(expected.shape, dtype=getattr(torch, region.out_dtype))
+    got = interpreter.run(source, out, args, list(SIZES.values()))
+    torch.testing.assert_close(got, expected, atol=tolerance, rtol=tolerance, equal_nan=True)
+
+
+FINITE = [torch.finfo(torch.float32).min, -1e9, -7e4, -5e4, -1e4, -INF]
+
+
+@pytest.mark.parametrize("fill", FINITE)
+def test_finite_fills_hide_keys(interpreter: Interpreter, fill: float) -> None:
+    """Rows whose keys are all filled average over them, a row filled unevenly takes the largest, as in eager."""
+    mask = torch.zeros(37, 53).masked_fill(i < j, fill)
+    mask[20], mask[5] = fill, fill - 30.0 * torch.rand(53, generator=torch.Generator().manual_seed(0))
+    mask[30] = fill / 1.9 if fill != -INF else 0.0
+    own_meaning(interpreter, adds(q_idx, kv_idx), [*qkv(16), mask], 1e-2 if fill > -1e5 else 1e-5)
+
+
+def test_finite_fills_under_other_masks(interpreter: Interpreter) -> None:
+    """A row that sees no key by both averages over those that only the finite fill hides."""
+    s = apply("add", scaled_score, load(0, b, 0, q_idx, kv_idx))
+    region = attention(s, causal, loads=[((B, 1, M, N), "float32")])
+    mask = torch.zeros(2, 1, 37, 53)
+    mask[0, :, :, :20], mask[1, :, 16:, 16:32] = -1e9, -1e9
+    own_meaning(interpreter, region, [*qkv(16), mask], 1e-5)
+    own_meaning(interpreter, replace(region, empty_row="zero"), [*qkv(16), mask.clamp(min=-6.5e4)], 1e-2)
+    own_meaning(interpreter, replace(region, **filled(-1e9, causal), score=s), [*qkv(16), mask * 0], 1e-5)
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])

@@ -68,6 +68,10 @@ def layers(q: Tensor, k: Tensor, v: Tensor, keep: Tensor) -> Tensor:
     return q
 
 
+def added(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+    return (q @ k.mT * 0.25 + mask).softmax(-1) @ v
+
+
 def changed_between(q: Tensor, k: Tensor, v: Tensor, keep: Tensor) -> Tensor:
     q = attend(q, k, v, keep)
     keep[:, :, :, 3] = False
@@ -109,7 +113,7 @@ END_TO_END = """
 import torch
 import fusecomp
 from fusecomp.planning import visits
-from test_visits_shared import changed_between, layers
+from test_visits_shared import added, changed_between, layers
 
 visits.SHARE = float("inf")
 
@@ -120,6 +124,9 @@ def run(fn, m, n, grad=False, **options):
     keep[..., : m // 2, n // 2 :] = False
     keep[..., m // 2 :, : n // 3] = True
     args = [torch.randn(2, 2, x, 16, requires_grad=grad) for x in (m, n, n)]
+    if fn is added:
+        keep[:, :, 7] = False
+        keep = torch.zeros(keep.shape).masked_fill(~keep, torch.finfo(torch.float32).min)
     got, want = options["fast"](*args, keep.clone()), fn(*args, keep.clone())
     torch.testing.assert_close(got, want, atol=2e-5, rtol=2e-5)
     if grad:
@@ -128,11 +135,12 @@ def run(fn, m, n, grad=False, **options):
             torch.testing.assert_close(a, b, atol=2e-4, rtol=2e-4)
 
 
-for fn in (layers, changed_between):
+for fn in (layers, changed_between, added):
     fast = torch.compile(fn, backend="fusecomp", options={"inner": "aot_eager", "strict": True}, dynamic=True)
-    run(fn, 70, 150, fast=fast)
     run(fn, 40, 133, fast=fast)
-    run(fn, 40, 133, fast=fast, grad=fn is layers)
+    if fn is layers:
+        run(fn, 70, 150, fast=fast)
+        run(fn, 40, 133, fast=fast, grad=True)
 assert fusecomp.counters()["fallbacks"] == 0, fusecomp.counters()
 print(fusecomp.counters())
 """

@@ -24,7 +24,8 @@ def unknown(region: AttentionRegion) -> bool:
 
 def seen(region: AttentionRegion) -> tuple[Expr, ...]:
     """The terms that hold at (q_idx, kv_idx) where the query sees the key."""
-    return (*region.keep, *(apply("ne", x, Const(float("-inf"))) for x in added(region)))
+    tested = {t.operands[0] for t in region.keep if isinstance(t, Apply) and t.op == "gt"}
+    return (*region.keep, *(apply("ne", x, Const(float("-inf"))) for x in added(region) if x not in tested))
 
 
 def full(region: AttentionRegion) -> tuple[Expr, ...]:

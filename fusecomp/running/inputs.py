@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -77,7 +76,7 @@ def hidden(region: AttentionRegion, tensors: list[Tensor]) -> list[Tensor]:
             own = x[tuple(slice(None) if step else slice(1) for step in x.stride())]
             rows, keys = (n // 2 for n in own.shape[-2:])
             own[..., :rows, :keys] = 0.0 if x.is_floating_point() else 1
-            own[..., rows:, keys:] = -math.inf if x.is_floating_point() else 0
+            own[..., rows:, keys:] = torch.finfo(x.dtype).min if x.is_floating_point() else 0
     return tensors
 
 

@@ -19,6 +19,7 @@ from fusecomp.codegen.source import KernelSource
 from fusecomp.errors import KernelError, PlanError
 from fusecomp.ir.region import AttentionRegion
 from fusecomp.patterns.build import Match
+from fusecomp.patterns.masks import hiding
 from fusecomp.planning.backward import backward_plan
 from fusecomp.planning.device import current
 from fusecomp.planning.plan import plan
@@ -74,13 +75,18 @@ def lower(
         run = trial(match, sizes, device)
         tiles = tuned(region, sizes, options.tune, run, machine(device), described(match, tiles))
     if not learned:
-        source, launch = generate(match, tiles)
+        source, launch = generate(masked(match) if tiles.visits == "table" else match, tiles)
         return Lowered(key_of(source), launch, "triton", source.plan, source)
     try:
         return for_training(match, tiles, learned)
     except KernelError as error:
         source, launch = generate(match, tiles)
         return Lowered(key_of(source), launch, "triton", source.plan, source, why_no_backward=str(error))
+
+
+def masked(match: Match) -> Match:
+    """What is added to the scores as a mask. Nothing learns: a kernel whose rows may see every key has no backward."""
+    return replace(match, region=hiding(match.region))
 
 
 def planned(match: Match, sizes: Mapping[str, int]) -> TilePlan:

@@ -9,20 +9,20 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
+from fusecomp.codegen.source import KernelSource
 from fusecomp.graph.learning import carry
 from fusecomp.patterns.build import Match
 from fusecomp.patterns.naming import SizeSource
-from fusecomp.planning.tile import TilePlan
 from fusecomp.running.operator import empty_ordered
 from fusecomp.running.visits import table_node
 
 
 def substitute(
-    module: GraphModule, match: Match, key: str, operation: str = "attention", plan: TilePlan | None = None
+    module: GraphModule, match: Match, key: str, operation: str = "attention", source: KernelSource | None = None
 ) -> Node:
     """Replace match.output by an operator and remove the nodes between inputs and output. Returns the new node.
 
-    `operation`: "attention", "attention_recomputed" or "attention_and_lse", as `running.operator` says. `plan`: of a
+    `operation`: "attention", "attention_recomputed" or "attention_and_lse", as `running.operator` says. `source`: of a
     generated kernel.
     """
     graph, region, output = module.graph, match.region, match.output
@@ -39,8 +39,8 @@ def substitute(
 
         shape = [length(s) for s in match.out_shape]
         sizes = [length(match.sizes[s]) for s in region.sizes]
-        if plan is not None and plan.visits == "table":
-            tensors.append(table_node(match, plan, tensors, lambda name: length(match.sizes[name])))
+        if source is not None and source.plan.visits == "table":
+            tensors.append(table_node(match.output, source, tensors, lambda name: length(match.sizes[name])))
         dtype = getattr(torch, region.out_dtype)
         rows = [length(match.sizes[v.name.upper()]) for v in region.batch] + [length(match.sizes["M"])]
         saves = operation == "attention_and_lse"

@@ -21,8 +21,6 @@ from fusecomp.codegen.source import KernelSource
 from fusecomp.codegen.table import table
 from fusecomp.errors import KernelError
 from fusecomp.graph.facts import storage, value, written_arguments
-from fusecomp.patterns.build import Match
-from fusecomp.planning.tile import TilePlan
 from fusecomp.running.operator import Launch, operator
 
 ListVisits = Callable[[Sequence[Tensor], Sequence[int]], Tensor]
@@ -84,21 +82,24 @@ operator("tile_visits", f"(Tensor[] masks, SymInt[] sizes, {LENGTHS}, str signat
 # The graph
 
 
-def table_node(match: Match, plan: TilePlan, tensors: Sequence[Node], length: Callable[[str], Any]) -> Node:
-    """The node that makes the table, before match.output: one that is there already where it holds the same.
+def table_node(
+    output: Node, source: KernelSource, tensors: Sequence[Node], length: Callable[[str], Any]
+) -> Node:  # fmt: skip
+    """The node that makes the table, before `output`: one that is there already where it holds the same.
 
-    `tensors` follow region.operands; `length` is the node or number of one of region.sizes."""
-    region, made = match.region, table(match.region, plan)
+    `tensors` follow the operands of the region; `length` is the node or number of one of its sizes."""
+    region, plan = source.region, source.plan
+    made = table(region, plan)
     by_name = dict(zip([o.name for o in region.operands], tensors, strict=True))
     masks = [by_name[name] for name in made.tensors]
     axes = [length(v.name.upper()) for v in made.axes]
     args = (masks, [length(n) for n in made.sizes], axes, length("M"), length("N"), plan.block_m, plan.block_n,
             made.signature)  # fmt: skip
-    known = standing(match.output, args)
+    known = standing(output, args)
     if known is not None:
         return known
-    node = match.output.graph.call_function(torch.ops.fusecomp.tile_visits.default, args)
-    node.meta = {k: v for k, v in match.output.meta.items() if k in ("stack_trace", "nn_module_stack")}
+    node = output.graph.call_function(torch.ops.fusecomp.tile_visits.default, args)
+    node.meta = {k: v for k, v in output.meta.items() if k in ("stack_trace", "nn_module_stack")}
     with value(masks[0]).fake_mode:
         node.meta["val"] = visit_fake(*torch.fx.map_arg(args, value))
     return node
