@@ -17,6 +17,7 @@ RUNS = {
     "custom variant, CPU path": ("custom_variant.py", {}, "at both lengths"),
     "custom variant, generated kernel": ("custom_variant.py", {"TRITON_INTERPRET": "1"}, "at both lengths"),
     "long document": ("long_document.py", {}, "Largest tensor allocated"),
+    "serving": ("serving.py", {}, "22 replies, each equal, token for token, to its request alone"),
     "hugging face": ("huggingface.py", {}, "gpt_oss: 2 of 2 attentions fused"),
 }
 """What is run: file, environment, and a part of what it prints."""
