@@ -1,7 +1,7 @@
 """Few queries, many keys: the keys of a query tile are split over programs, and their results combined.
 
-    share s:   m_s, l_s, a_s = max S, sum exp(S - m_s), sum exp(S - m_s) V      over its keys
-    O        = sum_s a_s exp(m_s - m) / sum_s l_s exp(m_s - m)                  m = max_s m_s
+share s:   m_s, l_s, a_s = max S, sum exp(S - m_s), sum exp(S - m_s) V      over its keys
+O        = sum_s a_s exp(m_s - m) / sum_s l_s exp(m_s - m)                  m = max_s m_s
 """
 
 from __future__ import annotations
@@ -11,13 +11,15 @@ from dataclasses import replace
 from fusecomp.codegen.address import sum_text
 from fusecomp.codegen.descriptors import prepared
 from fusecomp.codegen.frame import Frame
-from fusecomp.codegen.launcher import call, no_keys, outer_sizes, units, unpacked
+from fusecomp.codegen.launcher import call, no_keys, unpacked
 from fusecomp.codegen.memory import output_row
 from fusecomp.codegen.printer import triton_dtype, triton_text
-from fusecomp.codegen.program import columns, decoded, stored_rows
-from fusecomp.ir.region import AttentionRegion
+from fusecomp.codegen.schedule import count, decoded
+from fusecomp.ir.region import AttentionRegion, extent
 
 Lines = list[str]
+COLUMNS = 64
+"""At most, of a program of `combine`: a few requests have few rows, and should still fill the device."""
 
 
 def without_skipping(region: AttentionRegion) -> AttentionRegion:
@@ -41,14 +43,6 @@ def width(frame: Frame) -> int:
     return sum(frame.plan.dv_chunks)
 
 
-def part(frame: Frame) -> Lines:
-    """Where a row's share lies: [outer, q_idx, member, split]."""
-    size = triton_text(frame.q_idx.size, frame.names)
-    row = f"(outer * {size} + q_idx)"
-    row = f"({row} * PACK + {frame.member.name})" if frame.member else row
-    return [f"part = {row} * splits + split", f"inside = {stored_rows(frame)}"]
-
-
 def store_parts(frame: Frame) -> Lines:
     """a_s of each row, [BLOCK_M, Dv]."""
     return [
@@ -57,47 +51,27 @@ def store_parts(frame: Frame) -> Lines:
     ]
 
 
-def one_row(frame: Frame) -> Lines:
-    """program = (outer * M + q_idx) * PACK + member: one row of the output."""
-    size = triton_text(frame.q_idx.size, frame.names)
-    lines = ["program = tl.program_id(0)"]
-    row = "program"
-    if frame.member:
-        lines += [f"{frame.member.name} = program % PACK", "row = program // PACK"]
-        row = "row"
-    return [*lines, f"q_idx = {row} % {size}", f"outer = tl.cast({row} // {size}, tl.int64)", *decoded(frame)]
-
-
-def zero_accs(frame: Frame) -> Lines:
-    return [f"{c.name('acc')} = tl.zeros([{c.size}], tl.float32)" for c in frame.dv_chunks]
-
-
-def load_parts(frame: Frame) -> Lines:
-    """acc = acc exp(m - m') + sum_s a_s exp(m_s - m')."""
-    lines: Lines = []
-    for c in frame.dv_chunks:
-        acc, part = c.name("acc"), c.name("part_acc")
-        pointer = f"part_acc_ptr + part[:, None] * {width(frame)} + {c.d}[None, :]"
-        lines.append(f"{part} = tl.load({pointer}, mask=share[:, None] < splits, other=0.0)  # [SPLITS, {c.size}]")
-        lines.append(f"{acc} = {acc} * rescale + tl.sum({part} * weight[:, None], axis=0)")
-    return lines
-
-
-def combine_columns(frame: Frame) -> Lines:
-    return [line for line in columns(frame) if line.startswith("dv")]
+def row_of_output(frame: Frame) -> Lines:
+    """Which row of the output a program of `combine` makes: row = q_row * PACK + member of its query tile."""
+    if frame.member is None:
+        return [*decoded(frame), "q_idx = q_start + row"]
+    return [*decoded(frame), f"{frame.member.name} = row % PACK", "q_idx = q_start + row // PACK"]
 
 
 def store_combined(frame: Frame) -> Lines:
     """O = acc / row_sum, rounded."""
     lines = [] if frame.region.empty_row == "nan" else ["row_sum = tl.where(row_sum == 0.0, 1.0, row_sum)"]
-    pointer, columns = output_row(frame)
-    lines.append(f"out_base = {pointer}")
-    for c in frame.dv_chunks:
-        place = sum_text(columns, frame.names.having({frame.region.dv: c.d}), wide=False)
-        value = f"({c.name('acc')} / row_sum).to({triton_dtype(frame.region.out_dtype)})"
-        mask = f", mask={c.d} < {c.limit}" if c.limit else ""
-        lines.append(f"tl.store(out_base + {place}, {value}{mask})")
-    return lines
+    pointer, places = output_row(frame)
+    value = f"(acc / row_sum).to({triton_dtype(frame.region.out_dtype)})"
+    place = sum_text(places, frame.names.having({frame.region.dv: "dv"}), wide=False)
+    size = extent(frame.region.dv)
+    mask = f", mask=dv < {size}" if size % combined_columns(frame) else ""
+    return [*lines, f"tl.store({pointer} + {place}, {value}{mask})"]
+
+
+def combined_columns(frame: Frame) -> int:
+    """Columns of the output that a program of `combine` makes: a divisor of the scratch memory's."""
+    return min(COLUMNS, *frame.plan.dv_chunks)
 
 
 def exponents(frame: Frame) -> tuple[str, str]:
@@ -107,30 +81,31 @@ def exponents(frame: Frame) -> tuple[str, str]:
 
 
 def decode_launch(frame: Frame, kernels: dict[str, list[str]]) -> Lines:
-    """Enough shares to fill the device about twice, each at least one tile of keys."""
+    """Programs enough to fill the device, and one more for each request."""
     n, m = (triton_text(v.size, frame.names) for v in (frame.kv_idx, frame.q_idx))
-    rows = " * ".join([*outer_sizes(frame), m, *(["PACK.value"] if frame.member else [])])
+    rows = f"min({m}, {frame.rows_per_tile_name}.value)" + (" * PACK.value" if frame.member else "")
+    most = f"requests * units * triton.cdiv({n}, BLOCK_N.value * {'SHARE.value' if frame.plan.share else 1})"
+    filling = "programs = RESIDENT.value * multiprocessors(out.device)"
+    grid = [f"grid = {most}"] if frame.plan.share else [filling, f"grid = min(programs + requests * units, {most})"]
     scratch = "dtype=torch.float32, device=out.device"
+    columns = width(frame) // combined_columns(frame)
     return [
         *unpacked(frame.region),
         *no_keys(frame),
         *prepared(frame),
-        f"units = {units(frame)}",
-        f"splits = split_count(units, triton.cdiv({n}, BLOCK_N.value), out.device)",
-        f"rows = {rows}",
-        f"part_acc = torch.empty(rows * splits * {width(frame)}, {scratch})",
-        f"part_max = torch.empty(rows * splits, {scratch})",
+        f"requests = {count(frame, 'request')}",
+        f"units = {count(frame, 'free')}",
+        *grid,
+        f"part_acc = torch.empty(grid * BLOCK_M.value * {width(frame)}, {scratch})",
+        f"part_max = torch.empty(grid * BLOCK_M.value, {scratch})",
         "part_sum = torch.empty_like(part_max)",
-        *call("attention", "units * splits", kernels["attention"], frame),
-        *call("combine", "rows", kernels["combine"], frame, warps=4 if width(frame) > 64 else 2),
+        *call("attention", "grid", kernels["attention"], frame),
+        *call("combine", f"requests * units, {rows}, {columns}", kernels["combine"], frame, warps=2),
     ]
 
 
-SPLIT_COUNT = '''\
-def split_count(units, tiles, device):
-    """Shares of the keys: a power of two that fills the device about twice, no more than there are tiles."""
-    cores = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 132
-    wanted = max(1, min(2 * cores // max(1, units), tiles, 128))
-    return 1 << (wanted.bit_length() - 1)
+MULTIPROCESSORS = '''\
+def multiprocessors(device):
+    """How many the device has; the interpreter has none."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 2
 '''
-

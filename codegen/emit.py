@@ -8,18 +8,16 @@ from collections.abc import Mapping
 
 from fusecomp.codegen.base2 import LOG2E
 from fusecomp.codegen.decode import (
-    SPLIT_COUNT,
-    combine_columns,
+    MULTIPROCESSORS,
+    combined_columns,
     decode_launch,
     exponents,
     first_share,
-    load_parts,
-    one_row,
-    part,
+    row_of_output,
     store_combined,
     store_parts,
+    width,
     without_skipping,
-    zero_accs,
 )
 from fusecomp.codegen.descriptors import HELPERS, descriptors
 from fusecomp.codegen.document import document, kernel_name, title
@@ -27,7 +25,20 @@ from fusecomp.codegen.frame import Frame
 from fusecomp.codegen.launcher import parameters, prefill_launch, unspecialised, wrapped
 from fusecomp.codegen.logsumexp import require_lse, store_lse
 from fusecomp.codegen.memory import fixed_loads, query_tiles, tile_pointers
-from fusecomp.codegen.program import batch_axes, columns, edge_loop, full_range, key_range, query_rows, state, store
+from fusecomp.codegen.printer import triton_text
+from fusecomp.codegen.program import (
+    batch_axes,
+    columns,
+    edge_loop,
+    full_range,
+    key_range,
+    last_query,
+    query_rows,
+    state,
+    store,
+    stored_rows,
+)
+from fusecomp.codegen.schedule import decoded, reach_of, schedule, share
 from fusecomp.codegen.selfcheck import selfcheck
 from fusecomp.codegen.skeletons import COMBINE, DECODE, MODULE, PREFILL, fill
 from fusecomp.codegen.source import KernelSource, check, names_read, tidy
@@ -37,7 +48,7 @@ from fusecomp.errors import KernelError
 from fusecomp.ir.region import AttentionRegion
 from fusecomp.planning.tile import TilePlan
 
-VERSION = 2
+VERSION = 3
 """Part of every key: raise it when the same region and plan give another kernel."""
 
 
@@ -58,7 +69,7 @@ def emit(region: AttentionRegion, plan: TilePlan, saves_lse: bool = False) -> Ke
         {
             "title": title(region),
             "document": document(region, plan, key),
-            "constants": constants(frame, kernels),
+            "constants": constants(frame, f"{kernels}\n\n\ndef launch():\n    " + "\n    ".join(launcher)),
             "kernels": kernels,
             "out_axes": ", ".join(region.out_axes),
             "launcher": launcher,
@@ -72,11 +83,12 @@ def emit(region: AttentionRegion, plan: TilePlan, saves_lse: bool = False) -> Ke
 
 RESERVED = frozenset({
     "d", "dv", "n", "n_pos", "row", "q_row", "q_idx", "q_pos", "q_start", "q_last", "q_tiles", "outer", "program",
-    "unit", "units", "rows", "split", "splits", "share", "part", "inside", "kv", "kv_idx", "kv_pos", "key", "live",
+    "units", "rows", "split", "splits", "share", "shares", "part", "inside", "request", "requests", "free", "place",
+    "programs", "tiles", "keys", "first", "grid", "kv", "kv_idx", "kv_pos", "key", "live",
     "score", "p", "acc", "row_max", "row_sum", "new_max", "pivot", "rescale", "edge", "k_begin", "k_end", "full_begin",
     "full_end", "out", "lse", "lse_rows", "sizes", "tensors", "torch", "triton", "tl", "attention", "combine",
-    "split_count", "in_rows", "scratch", "tiles", "states", "tile_states", "list_tiles", "list_visits", "larger",
-    "other", "next_tile", "k_tiles", "seen", "full",
+    "multiprocessors", "key_range", "tiles_of", "shares_before", "place_of", "share_of", "in_rows", "scratch",
+    "states", "tile_states", "list_tiles", "list_visits", "larger", "other", "next_tile", "k_tiles", "seen", "full",
 })  # fmt: skip
 """What the skeletons call their own variables."""
 
@@ -93,7 +105,9 @@ def kernel_key(region: AttentionRegion, plan: TilePlan, saves_lse: bool = False)
     """A hash of what decides the kernel's text: the region's meaning, the tile, the generator."""
     tile = (plan.block_m, plan.block_n, plan.d_chunks, plan.dv_chunks, plan.warps, plan.stages, plan.pack, plan.loads)
     visits = (plan.visits,) if plan.visits != "bounds" else ()
-    more = ("lse",) if saves_lse else ()
+    more: tuple[object, ...] = ("lse",) if saves_lse else ()
+    if plan.skeleton == "decode":
+        more = (*more, plan.resident, plan.share)
     return hashlib.sha256(repr((VERSION, region.key, plan.skeleton, tile, *visits, *more)).encode()).hexdigest()[:16]
 
 
@@ -113,27 +127,31 @@ def prefill(frame: Frame, saves_lse: bool = False) -> tuple[str, list[str]]:
 
 def decode(frame: Frame) -> tuple[str, list[str]]:
     """(kernels, launcher) where several programs share the keys of one query tile."""
+    functions, taken = schedule(frame)
+    own = {"share": share(frame, taken), "range": taken}
     begin = state(frame) if frame.sink is None else first_share(state(frame))
-    holes = {**common(frame), "program": batch_axes(frame, "unit"), "state": begin}
-    holes |= {"part": part(frame), "store_parts": store_parts(frame)}
+    holes: dict[str, str | list[str]] = {**common(frame), **own, "program": decoded(frame), "state": begin}
+    holes |= {"stored_rows": stored_rows(frame), "store_parts": store_parts(frame)}
+    holes |= {"key_range": reach_of("request", frame, taken), "full_range": [*last_query(frame), *full_range(frame)]}
     attention, params = finished(frame, DECODE, "attention", holes)
-    share, total = exponents(frame)
+    parts, rows = exponents(frame)
     combine, combine_params = finished(
         frame,
         COMBINE,
         "combine",
         {
-            "program": one_row(frame),
-            "columns": combine_columns(frame),
-            "accs": zero_accs(frame),
-            "part_exponent": share,
-            "row_exponent": total,
-            "load_parts": load_parts(frame),
+            **own,
+            "program": row_of_output(frame),
+            "length": triton_text(frame.q_idx.size, frame.names),
+            "width": str(width(frame)),
+            "part_exponent": parts,
+            "row_exponent": rows,
             "store": store_combined(frame),
         },
     )
     launcher = decode_launch(frame, {"attention": params, "combine": combine_params})
-    return "\n\n".join([attention, combine, SPLIT_COUNT.rstrip()]), launcher
+    helpers = [] if frame.plan.share else [MULTIPROCESSORS.rstrip()]
+    return "\n\n\n".join([functions, attention.rstrip(), combine.rstrip(), *helpers]), launcher
 
 
 def common(frame: Frame) -> dict[str, list[str]]:
@@ -171,7 +189,11 @@ def constants(frame: Frame, kernels: str) -> list[str]:
         "BLOCK_N": (plan.block_n, "keys of a tile"),
         "PACK": (plan.pack, "query heads of one KV head, side by side in the rows of a tile"),
         "Q_ROWS": (frame.rows_per_tile, "queries of a tile"),
-        "SPLITS": (16, "shares that are combined at a time"),
+        "RESIDENT": (plan.resident, "programs of a multiprocessor at once"),
+        "SHARE": (plan.share, "tiles of keys of one program"),
+        "REQUESTS": (128, "requests that are looked through at a time"),
+        "SPLITS": (32, "shares that are combined at a time"),
+        "COLUMNS": (combined_columns(frame), "of the output, combined by one program"),
         "LOG2E": (LOG2E, "log2(e)"),
         "SCALE": (frame.exponent.scale, f"log2(e) * {frame.exponent.scale / LOG2E:.9g}"),
         "FILLED_SCALE": (filled, f"log2(e) * {filled / LOG2E:.9g}"),

@@ -8,10 +8,13 @@ from collections.abc import Iterable, Sequence
 from fusecomp.codegen.descriptors import prepared
 from fusecomp.codegen.frame import Frame
 from fusecomp.codegen.printer import triton_text
-from fusecomp.ir.expr import Const, Expr
+from fusecomp.codegen.program import factor
+from fusecomp.ir.expr import Const
 from fusecomp.ir.region import AttentionRegion
 
 Lines = list[str]
+SCHEDULED = ("requests", "units", "programs")
+"""What the host counts for `schedule`."""
 
 
 def parameters(frame: Frame, read: Iterable[str]) -> list[str]:
@@ -21,13 +24,13 @@ def parameters(frame: Frame, read: Iterable[str]) -> list[str]:
     pointers = [f"{t}_ptr" for t in (*tensors, "tiles", "states")]
     ranks = [len(frame.region.out_axes), *(len(o.shape) for o in frame.region.operands)]
     strides = [f"{t}_stride_{i}" for t, rank in zip(tensors, ranks, strict=True) for i in range(rank)]
-    scratch = ["lse_ptr", "part_acc_ptr", "part_max_ptr", "part_sum_ptr", "splits"]
-    return [p for p in (*pointers, *scratch, *strides, *frame.region.sizes) if p in names]
+    scratch = ["lse_ptr", "part_acc_ptr", "part_max_ptr", "part_sum_ptr"]
+    return [p for p in (*pointers, *scratch, *strides, *SCHEDULED, *frame.region.sizes) if p in names]
 
 
 def unspecialised(frame: Frame, params: list[str]) -> list[str]:
     """Lengths: a new value must not compile a new kernel."""
-    return [p for p in params if p in (*frame.region.sizes, "splits")]
+    return [p for p in params if p in (*frame.region.sizes, *SCHEDULED)]
 
 
 def argument(param: str) -> str:
@@ -67,12 +70,7 @@ def units(frame: Frame) -> str:
 
 def outer_sizes(frame: Frame) -> list[str]:
     """The lengths of the batch axes."""
-    return [_factor(v.size, frame) for v in frame.batch]
-
-
-def _factor(e: Expr, frame: Frame) -> str:
-    body = triton_text(e, frame.names)
-    return body if body.isalnum() else f"({body})"
+    return [factor(v.size, frame) for v in frame.batch]
 
 
 def call(kernel: str, grid: str, params: list[str], frame: Frame, warps: int = 0) -> Lines:

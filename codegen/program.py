@@ -29,13 +29,14 @@ def decoded(frame: Frame) -> Lines:
     """outer = (b * H + h) * G + g."""
     lines, left = [], "outer"
     for place, v in reversed(list(enumerate(frame.batch))):
-        extent = _factor(v.size, frame)
+        extent = factor(v.size, frame)
         lines.append(f"{v.name} = {left} % {extent}" if place else f"{v.name} = {left}")
         left = f"{left} // {extent}"
     return lines
 
 
-def _factor(e: Expr, frame: Frame) -> str:
+def factor(e: Expr, frame: Frame) -> str:
+    """The text of a size, to be multiplied or divided by."""
     body = triton_text(e, frame.names)
     return body if body.isalnum() else f"({body})"
 
@@ -73,12 +74,18 @@ def columns(frame: Frame) -> Lines:
 
 def key_range(frame: Frame) -> Lines:
     """[k_begin, k_end) is what the tile reaches; no key of [full_begin, full_end) is hidden by a bound."""
-    found = frame.reach
     return [
-        *(["q_last = " + _last(frame)] if any(x.slope for x in (*found.lower, *found.upper)) else []),
+        *last_query(frame),
         *(_begin(frame) if frame.k_begin == "k_begin" else []),
         *(_end(frame) if frame.k_end == "k_end" else []),
     ]
+
+
+def last_query(frame: Frame) -> Lines:
+    """The last query of the tile, where the range depends on it."""
+    sloped = any(x.slope for x in (*frame.reach.lower, *frame.reach.upper))
+    size = triton_text(frame.q_idx.size, frame.names)
+    return [f"q_last = tl.minimum(q_start + {frame.rows_per_tile_name}, {size}) - 1"] if sloped else []
 
 
 def full_range(frame: Frame) -> Lines:
@@ -110,10 +117,6 @@ def edge_loop(frame: Frame) -> Lines:
         f"for edge in range(k_begin, {frame.k_end} - (full_end - full_begin), BLOCK_N):",
         "    k_start = tl.where(edge < full_begin, edge, edge + (full_end - full_begin))",
     ]
-
-
-def _last(frame: Frame) -> str:
-    return f"tl.minimum(q_start + {frame.rows_per_tile_name}, {triton_text(frame.q_idx.size, frame.names)}) - 1"
 
 
 def _begin(frame: Frame) -> Lines:
@@ -207,5 +210,3 @@ def store(frame: Frame) -> Lines:
         pointer = " + ".join(["out_base", *row_offsets(frame, a, {frame.region.dv: f"{c.d}[None, :]"})])
         lines.append(f"tl.store({pointer}, {value}, mask={live})")
     return lines
-
-

@@ -66,9 +66,14 @@ DECODE = """\
 def «name»(
     «parameters»
 ):
+    # Which share of which request; the grid has room for a few more than there are
     program = tl.program_id(0)
-    split = program % splits
-    unit = program // splits
+    share = «share»
+    request, place = place_of(program, requests, units, share«range»)
+    if request >= requests:
+        return
+    free = place % units
+    split = place // units
     «program»
 
     «rows»
@@ -80,12 +85,12 @@ def «name»(
 
     «state»
 
-    «key_range»
-
-    # This program's share of the keys, in whole tiles
-    share = tl.cdiv(tl.cdiv(k_end - k_begin, BLOCK_N), splits) * BLOCK_N
-    k_begin += split * share
-    k_end = tl.minimum(k_end, k_begin + share)
+    # The shares of a request are equal, in whole tiles
+    k_begin, k_end = «key_range»
+    tiles = tl.maximum(tl.cdiv(k_end - k_begin, BLOCK_N), 1)
+    keys = tl.cdiv(tiles, tl.cdiv(tiles, share)) * BLOCK_N
+    k_begin += split * keys
+    k_end = tl.minimum(k_end, k_begin + keys)
     «full_range»
     «descriptors»
     for k_start in range(full_begin, full_end, BLOCK_N):
@@ -95,7 +100,8 @@ def «name»(
         «edge_tile»
 
     # Unnormalised, with what is needed to combine it with the other shares
-    «part»
+    part = tl.cast(program, tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)[:, None]
+    inside = «stored_rows»
     tl.store(part_max_ptr + part, row_max[:, None], mask=inside)
     tl.store(part_sum_ptr + part, row_sum[:, None], mask=inside)
     «store_parts»
@@ -106,17 +112,30 @@ COMBINE = """\
 def «name»(
     «parameters»
 ):
+    request = tl.program_id(0) // units
+    free = tl.program_id(0) % units
+    row = tl.program_id(1)
     «program»
-    «columns»
+    if q_idx >= «length»:
+        return
+    dv = tl.program_id(2) * COLUMNS + tl.arange(0, COLUMNS)
+
+    # The programs that hold the shares of this request
+    share = «share»
+    shares = tl.cdiv(tiles_of(request, requests«range»), share)
+    first = shares_before(request, requests, share«range») * units + free
 
     row_max = tl.full([1], float("-inf"), tl.float32)
     row_sum = tl.zeros([1], tl.float32)
-    «accs»
-    for first in range(0, splits, SPLITS):
-        share = first + tl.arange(0, SPLITS)
-        part = tl.cast(program, tl.int64) * splits + share
-        part_max = tl.load(part_max_ptr + part, mask=share < splits, other=float("-inf"))
-        part_sum = tl.load(part_sum_ptr + part, mask=share < splits, other=0.0)
+    acc = tl.zeros([COLUMNS], tl.float32)
+    for split in range(0, shares, SPLITS):
+        splits = split + tl.arange(0, SPLITS)
+        part = tl.cast(first + splits * units, tl.int64) * BLOCK_M + row
+        part_max = tl.load(part_max_ptr + part, mask=splits < shares, other=float("-inf"))
+        part_sum = tl.load(part_sum_ptr + part, mask=splits < shares, other=0.0)
+        part_acc = tl.load(  # [SPLITS, COLUMNS]
+            part_acc_ptr + part[:, None] * «width» + dv[None, :], mask=splits[:, None] < shares, other=0.0
+        )
 
         new_max = tl.maximum(row_max, tl.max(part_max, axis=0))
         pivot = tl.where(new_max == float("-inf"), 0.0, new_max)
@@ -124,9 +143,61 @@ def «name»(
         rescale = tl.exp2(«row_exponent»)
         row_sum = row_sum * rescale + tl.sum(part_sum * weight, axis=0)
         row_max = new_max
-        «load_parts»
+        acc = acc * rescale + tl.sum(part_acc * weight[:, None], axis=0)
 
     «store»
+"""
+
+SCHEDULE = """\
+@triton.jit
+def «signature»:
+    \"\"\"Keys [k_begin, k_end) that a request reads; for one request, or for many at once.\"\"\"
+    «request»
+    «fixed»
+    «key_range»
+    return k_begin, k_end
+
+
+@triton.jit
+def tiles_of(request, requests«range»):
+    \"\"\"How many tiles of keys each request reads: at least one, and none past the last request.\"\"\"
+    k_begin, k_end = «many»
+    return tl.where(request < requests, tl.maximum(tl.cdiv(k_end - k_begin, BLOCK_N), 1), 0)
+
+
+@triton.jit
+def shares_before(request, requests, share«range»):
+    \"\"\"Shares of all the requests before this one.\"\"\"
+    total = 0
+    for start in range(0, request, REQUESTS):
+        other = start + tl.arange(0, REQUESTS)
+        shares = tl.cdiv(tiles_of(other, requests«range»), share)
+        total += tl.sum(tl.where(other < request, shares, 0), axis=0)
+    return total
+
+
+@triton.jit
+def place_of(program, requests, units, share«range»):
+    \"\"\"(request, place among its programs): it has `units` programs for each of its shares.\"\"\"
+    request, first, total = 0, 0, 0
+    for start in range(0, requests, REQUESTS):
+        shares = tl.cdiv(tiles_of(start + tl.arange(0, REQUESTS), requests«range»), share)
+        ends = total + tl.cumsum(shares * units, axis=0)
+        before = ends <= program
+        request += tl.sum(before.to(tl.int32), axis=0)
+        first = tl.maximum(first, tl.max(tl.where(before, ends, 0), axis=0))
+        total += tl.sum(shares * units, axis=0)
+    return request, program - first
+"""
+
+BALANCED = """\
+@triton.jit
+def share_of(requests, units, programs«range»):
+    \"\"\"Tiles of a share, such that all the work makes about as many shares as `programs`.\"\"\"
+    tiles = 0
+    for start in range(0, requests, REQUESTS):
+        tiles += tl.sum(tiles_of(start + tl.arange(0, REQUESTS), requests«range»), axis=0)
+    return tl.maximum(tl.cdiv(tiles * units, programs), 1)
 """
 
 

@@ -214,13 +214,14 @@ def evaluate(
     *,
     rounded: bool = False,
     out_dtype: torch.dtype | None = None,
+    batch: Mapping[str, Tensor] | None = None,
 ) -> Tensor:
-    """O in the order of region.out_axes, for all query rows or for `rows` only.
+    """O in the order of region.out_axes, for all query rows or for `rows` only, and for some positions of `batch` axes.
 
     `tensors` follow region.operands, `sizes` region.sizes. The work is done in `dtype`, and so is the result unless
     `out_dtype` asks for another (the kernel's is region.out_dtype). Holds S whole: B * H * rows * N elements.
     """
-    env = bind(region, tensors, sizes, dtype, rows, rounded)
+    env = bind(region, tensors, sizes, dtype, rows, rounded).at(**(batch or {}))
     return arrange(region, attend(region, env)).to(out_dtype or dtype)
 
 

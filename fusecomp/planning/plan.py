@@ -6,9 +6,10 @@ carries is that of the lengths asked for.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import math
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import product
 from typing import Any
 
@@ -29,6 +30,12 @@ SPILL_LIMIT = 64
 """Registers over the limit that a tile may need and still be tried; each costs time (`cost.spill_s`)."""
 TIE = 0.01
 """Times so near each other are one."""
+DECODE_TILE = 32 * 1024
+"""B of K and V in a tile of decoding. Times tie, being those of the memory; so many bytes on their way in each of the
+three or four programs of a multiprocessor came nearest to its rate on an H200, with two warps."""
+RESIDENT = 4
+"""Of decoding: programs of a multiprocessor that share the keys, at most. More have shorter shares, and starting and
+combining them costs more than it gains (measured on an H200)."""
 SIDES = (16, 32, 64, 128)
 
 
@@ -70,6 +77,7 @@ def plan(
         cost=cost,
         rejected=_rejected(ranked),
         device=device.name,
+        resident=min(RESIDENT, int(launch.quantities(tile)["resident"])),
         loads=tile.loads,
         visits="bounds" if kind == "decode" else visits(region, sizes, device, cost.seconds),
     )
@@ -115,8 +123,9 @@ def candidates(launch: Launch, describable: bool = False) -> Iterator[Tile]:
     ways = ("pointer", "descriptor") if describable and launch.describable else ("pointer",)
     pack = packed(launch.known.group) if launch.decode and launch.known.packs else 1
     tallest = max(16, power(launch.at.m * pack))
-    for block_m, block_n, warps, stages, loads in product(SIDES, SIDES, (4, 8), (1, 2, 3, 4), ways):
-        fits = pack <= block_m <= tallest and (warps == 4 or block_m * block_n >= 64 * 64)
+    warps_of = (2, 4) if launch.decode else (4, 8)
+    for block_m, block_n, warps, stages, loads in product(SIDES, SIDES, warps_of, (1, 2, 3, 4), ways):
+        fits = pack <= block_m <= tallest and (warps <= 4 or block_m * block_n >= 64 * 64)
         if fits and (loads == "pointer" or (block_m >= 64 and stages > 1)):
             yield Tile(block_m, block_n, warps, stages, pack, loads)
 
@@ -136,23 +145,33 @@ def _ranked(
     costed = [(tile, _cost(launch.quantities(tile))) for tile in candidates(launch, describable)]
     refused = {tile: _too_large(cost, budget, device) for tile, cost in costed}
     fits = [tc for tc in costed if not refused[tc[0]]] or [_last_resort(costed, budget)]
-    fits = _by_merit(fits)
+    fits = _by_merit(fits, partial(_steady, launch) if kind == "decode" else _preference)
     best = fits[0][1]
     losers = [Row(t, kind, c, refused[t]) for t, c in costed if refused[t] and t != fits[0][0]]
     return (*(Row(t, kind, c, _slower(c, best)) for t, c in fits), *losers)
 
 
-def _by_merit(fits: list[tuple[Tile, Cost]]) -> list[tuple[Tile, Cost]]:
-    """By time, after the largest tile (the squarest, pipelined, of least memory) of those that tie with the fastest."""
+def _by_merit(
+    fits: list[tuple[Tile, Cost]], preference: Callable[[tuple[Tile, Cost]], tuple[float, ...]]
+) -> list[tuple[Tile, Cost]]:
+    """By time, after the one preferred of those that tie with the fastest."""
     fits = sorted(fits, key=lambda tc: tc[1].seconds)
     near = [tc for tc in fits if tc[1].seconds <= (1 + TIE) * fits[0][1].seconds]
-    best = min(near, key=_preference)
+    best = min(near, key=preference)
     return [best, *(tc for tc in fits if tc is not best)]
 
 
-def _preference(costed: tuple[Tile, Cost]) -> tuple[int, ...]:
+def _preference(costed: tuple[Tile, Cost]) -> tuple[float, ...]:
+    """The largest tile, the squarest, pipelined, of least memory."""
     tile, cost = costed
     return -tile.block_m * tile.block_n, -min(tile.block_m, tile.block_n), tile.stages < 2, cost.smem_bytes, tile.warps
+
+
+def _steady(launch: Launch, costed: tuple[Tile, Cost]) -> tuple[float, ...]:
+    """For decoding: the tile whose K and V are nearest to DECODE_TILE, two buffers of them, fewest rows and warps."""
+    tile, known = costed[0], launch.known
+    kv_tile = tile.block_n * known.width * (known.wide + known.wide_v)
+    return tile.block_m, abs(math.log2(kv_tile / DECODE_TILE)), abs(tile.stages - 2), tile.warps
 
 
 def _allowed(device: Device, budget: int | None) -> int:

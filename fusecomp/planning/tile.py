@@ -65,6 +65,11 @@ class TilePlan:
     rejected: tuple[Rejected, ...] = ()
     device: str = ""
     """Name of the device planned for."""
+    resident: int = 4
+    """Programs that a multiprocessor holds at once; "decode" makes as many shares of the keys as the device holds."""
+    share: int = 0
+    """Of "decode": tiles of keys of one share. 0: all shares of a launch are about as long, so that they end together;
+    else the shares of a request depend on its own length alone."""
     loads: str = "pointer"
     """How tiles of K and V are fetched. "pointer": element by element, from anywhere. "descriptor": as blocks of rows,
     by the unit that devices from sm_90 on have for it (codegen/descriptors.py)."""

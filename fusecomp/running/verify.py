@@ -8,6 +8,7 @@ sampled rows stands in for it, and the graph's own nodes are still run in the mo
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -16,6 +17,7 @@ import torch
 from torch import Tensor
 
 from fusecomp.ir.reference import evaluate
+from fusecomp.ir.region import AttentionRegion, extent
 from fusecomp.patterns.build import Match
 from fusecomp.running import cache
 from fusecomp.running.backward import gradients
@@ -32,6 +34,8 @@ EXACT_SCORES = {"cpu": 1 << 23, "cuda": 1 << 28}
 EAGER_SCORES = {"cpu": 1 << 25, "cuda": 1 << 31}
 """Scores up to which they are run in the model's dtype."""
 SAMPLED_ROWS = 64
+SAMPLED_BYTES = {"cpu": 1 << 29, "cuda": 1 << 33}
+"""Of K and V in float64, over the heads that are looked at."""
 GRADIENT_MULTIPLE = 2.0
 """Of FLOOR: what rounding probabilities and their gradients to half precision may cost a gradient."""
 VERSION = 3
@@ -139,14 +143,38 @@ def compare(
     exact = original(match, tensors, out, torch.float64) if small else None
     if exact is not None:
         return Judged(out, original(match, tensors, out), exact, "the graph in float64")
-    rows_axis = region.out_axes.index("q_idx")
-    rows = torch.randperm(out.shape[rows_axis], device=device)[:SAMPLED_ROWS].sort().values
-    exact = evaluate(region, tensors, lengths, torch.float64, rows)
+    places = sample(region, sizes, device)
+    batch = {name: found for name, found in places.items() if name != "q_idx"}
+    exact = evaluate(region, tensors, lengths, torch.float64, places["q_idx"], batch=batch)
     eager = original(match, tensors, out) if scores <= EAGER_SCORES.get(device.type, 0) else None
     sampled = "its meaning in float64 on sampled rows"
     against = f"eager, and {sampled}" if eager is not None else sampled
-    picked = [None if x is None else x.index_select(rows_axis, rows) for x in (out, eager)]
+    picked = [None if x is None else pick(x, region, places) for x in (out, eager)]
     return Judged(picked[0], picked[1], exact, against)  # type: ignore[arg-type]
+
+
+def sample(region: AttentionRegion, sizes: Mapping[str, int], device: torch.device) -> dict[str, Tensor]:
+    """Rows by random, and two positions of each batch axis, outermost first, while K and V in float64 take too much."""
+    lengths = {v.name: sizes[v.name.upper()] for v in region.batch}
+    wide = 8 * sizes["N"] * (region.head_size + extent(region.dv))
+    found = {"q_idx": some(sizes["M"], SAMPLED_ROWS, device)}
+    for name, length in lengths.items():
+        if wide * math.prod(lengths.values()) > SAMPLED_BYTES.get(device.type, 0):
+            found[name] = some(length, 2, device)
+            lengths[name] = len(found[name])
+    return found
+
+
+def some(length: int, count: int, device: torch.device) -> Tensor:
+    """At most `count` positions in order."""
+    return torch.randperm(length, device=device)[:count].sort().values
+
+
+def pick(x: Tensor, region: AttentionRegion, places: Mapping[str, Tensor]) -> Tensor:
+    """O at the sampled places."""
+    for name, found in places.items():
+        x = x.index_select(region.out_axes.index(name), found)
+    return x
 
 
 def original(match: Match, tensors: list[Tensor], out: Tensor, dtype: torch.dtype | None = None) -> Tensor | None:
