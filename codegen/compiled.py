@@ -26,6 +26,8 @@ POINTERS = {
     "float16": "*fp16", "bfloat16": "*bf16", "float32": "*fp32", "float64": "*fp64",
     "float8_e4m3fn": "*fp8e4nv", "float8_e5m2": "*fp8e5",
 }  # fmt: skip
+SCRATCH = {"first": "int32", "shares": "int32", "tiles": "int32", "states": "int8"}
+"""What kernels hand each other; the rest of it is float32."""
 Arch = int | str
 
 
@@ -88,7 +90,7 @@ def _signature(
 ) -> tuple[dict[str, str], dict[tuple[int], int], dict[Any, Any]]:
     """(types, constants, alignments): innermost strides are 1, pointers and other strides multiples of 16."""
     region = source.region
-    dtypes = {"out": region.out_dtype, "tiles": "int32", "states": "int8", **{o.name: o.dtype for o in region.operands}}
+    dtypes = {**SCRATCH, "out": region.out_dtype, **{o.name: o.dtype for o in region.operands}}
     known = {f"{o.name}_stride_{len(o.shape) - 1}": 1 for o in region.operands}
     known |= {f"out_stride_{region.out_order[-1]}": 1, "BLOCK_M": plan.block_m, "BLOCK_N": plan.block_n}
     known["TILES"] = 64  # of a table of tiles

@@ -74,6 +74,15 @@ def combined_columns(frame: Frame) -> int:
     return min(COLUMNS, *frame.plan.dv_chunks)
 
 
+NEXT = ["tl.extra.cuda.gdc_launch_dependents()  # `combine` may be made ready meanwhile", ""]
+PREVIOUS = ["tl.extra.cuda.gdc_wait()  # until every share is written"]
+
+
+def overlap(frame: Frame, lines: Lines) -> Lines:
+    """What a launch that overlaps the one before it says (CUDA's programmatic dependent launch)."""
+    return lines if frame.plan.overlap else []
+
+
 def exponents(frame: Frame) -> tuple[str, str]:
     """m_s - m' and m - m' in base 2."""
     pairs = "part_max - pivot", "row_max - pivot"
@@ -99,8 +108,10 @@ def decode_launch(frame: Frame, kernels: dict[str, list[str]]) -> Lines:
         f"part_acc = torch.empty(grid * BLOCK_M.value * {width(frame)}, {scratch})",
         f"part_max = torch.empty(grid * BLOCK_M.value, {scratch})",
         "part_sum = torch.empty_like(part_max)",
+        "first = torch.empty(requests * units, dtype=torch.int32, device=out.device)",
+        "shares = torch.empty_like(first)",
         *call("attention", "grid", kernels["attention"], frame),
-        *call("combine", f"requests * units, {rows}, {columns}", kernels["combine"], frame, warps=2),
+        *call("combine", f"requests * units, {rows}, {columns}", kernels["combine"], frame, 2, frame.plan.overlap),
     ]
 
 

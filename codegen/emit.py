@@ -9,10 +9,13 @@ from collections.abc import Mapping
 from fusecomp.codegen.base2 import LOG2E
 from fusecomp.codegen.decode import (
     MULTIPROCESSORS,
+    NEXT,
+    PREVIOUS,
     combined_columns,
     decode_launch,
     exponents,
     first_share,
+    overlap,
     row_of_output,
     store_combined,
     store_parts,
@@ -87,7 +90,7 @@ RESERVED = frozenset({
     "programs", "tiles", "keys", "first", "grid", "kv", "kv_idx", "kv_pos", "key", "live",
     "score", "p", "acc", "row_max", "row_sum", "new_max", "pivot", "rescale", "edge", "k_begin", "k_end", "full_begin",
     "full_end", "out", "lse", "lse_rows", "sizes", "tensors", "torch", "triton", "tl", "attention", "combine",
-    "multiprocessors", "key_range", "tiles_of", "shares_before", "place_of", "share_of", "in_rows", "scratch",
+    "multiprocessors", "key_range", "tiles_of", "unit", "place_of", "share_of", "in_rows", "scratch",
     "states", "tile_states", "list_tiles", "list_visits", "larger", "other", "next_tile", "k_tiles", "seen", "full",
 })  # fmt: skip
 """What the skeletons call their own variables."""
@@ -107,7 +110,7 @@ def kernel_key(region: AttentionRegion, plan: TilePlan, saves_lse: bool = False)
     visits = (plan.visits,) if plan.visits != "bounds" else ()
     more: tuple[object, ...] = ("lse",) if saves_lse else ()
     if plan.skeleton == "decode":
-        more = (*more, plan.resident, plan.share)
+        more = (*more, plan.resident, plan.share, plan.overlap)
     return hashlib.sha256(repr((VERSION, region.key, plan.skeleton, tile, *visits, *more)).encode()).hexdigest()[:16]
 
 
@@ -128,9 +131,9 @@ def prefill(frame: Frame, saves_lse: bool = False) -> tuple[str, list[str]]:
 def decode(frame: Frame) -> tuple[str, list[str]]:
     """(kernels, launcher) where several programs share the keys of one query tile."""
     functions, taken = schedule(frame)
-    own = {"share": share(frame, taken), "range": taken}
     begin = state(frame) if frame.sink is None else first_share(state(frame))
-    holes: dict[str, str | list[str]] = {**common(frame), **own, "program": decoded(frame), "state": begin}
+    holes: dict[str, str | list[str]] = {**common(frame), "program": decoded(frame), "state": begin}
+    holes |= {"share": share(frame, taken), "range": taken, "next_kernel": overlap(frame, NEXT)}
     holes |= {"stored_rows": stored_rows(frame), "store_parts": store_parts(frame)}
     holes |= {"key_range": reach_of("request", frame, taken), "full_range": [*last_query(frame), *full_range(frame)]}
     attention, params = finished(frame, DECODE, "attention", holes)
@@ -140,10 +143,10 @@ def decode(frame: Frame) -> tuple[str, list[str]]:
         COMBINE,
         "combine",
         {
-            **own,
             "program": row_of_output(frame),
             "length": triton_text(frame.q_idx.size, frame.names),
             "width": str(width(frame)),
+            "previous_kernel": overlap(frame, PREVIOUS),
             "part_exponent": parts,
             "row_exponent": rows,
             "store": store_combined(frame),
@@ -191,8 +194,8 @@ def constants(frame: Frame, kernels: str) -> list[str]:
         "Q_ROWS": (frame.rows_per_tile, "queries of a tile"),
         "RESIDENT": (plan.resident, "programs of a multiprocessor at once"),
         "SHARE": (plan.share, "tiles of keys of one program"),
-        "REQUESTS": (128, "requests that are looked through at a time"),
-        "SPLITS": (32, "shares that are combined at a time"),
+        "REQUESTS": (32, "requests that are looked through at a time"),
+        "SPLITS": (64, "shares that are combined at a time"),
         "COLUMNS": (combined_columns(frame), "of the output, combined by one program"),
         "LOG2E": (LOG2E, "log2(e)"),
         "SCALE": (frame.exponent.scale, f"log2(e) * {frame.exponent.scale / LOG2E:.9g}"),

@@ -11,6 +11,19 @@ def interpreting() -> bool:
     return os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "yes", "on", "y")
 
 
+def teach() -> None:
+    """What generated kernels use and the interpreter has not."""
+    teach_bfloat16()
+    teach_overlap()
+
+
+def teach_overlap() -> None:
+    """Kernels run one after another there: one that may start early has nothing to wait for."""
+    import triton.language as tl
+
+    tl.extra.cuda.gdc_wait = tl.extra.cuda.gdc_launch_dependents = lambda: None
+
+
 def teach_bfloat16() -> None:
     """Let `tl.dot` multiply bfloat16 numbers: the interpreter holds them as uint16 and would multiply those."""
     from triton.runtime import interpreter

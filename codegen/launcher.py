@@ -24,7 +24,7 @@ def parameters(frame: Frame, read: Iterable[str]) -> list[str]:
     pointers = [f"{t}_ptr" for t in (*tensors, "tiles", "states")]
     ranks = [len(frame.region.out_axes), *(len(o.shape) for o in frame.region.operands)]
     strides = [f"{t}_stride_{i}" for t, rank in zip(tensors, ranks, strict=True) for i in range(rank)]
-    scratch = ["lse_ptr", "part_acc_ptr", "part_max_ptr", "part_sum_ptr"]
+    scratch = ["lse_ptr", "part_acc_ptr", "part_max_ptr", "part_sum_ptr", "first_ptr", "shares_ptr"]
     return [p for p in (*pointers, *scratch, *strides, *SCHEDULED, *frame.region.sizes) if p in names]
 
 
@@ -73,9 +73,12 @@ def outer_sizes(frame: Frame) -> list[str]:
     return [factor(v.size, frame) for v in frame.batch]
 
 
-def call(kernel: str, grid: str, params: list[str], frame: Frame, warps: int = 0) -> Lines:
-    """kernel[grid](...) on the current stream."""
+def call(
+    kernel: str, grid: str, params: list[str], frame: Frame, warps: int = 0, overlap: bool = False
+) -> Lines:  # fmt: skip
+    """kernel[grid](...) on the current stream; `overlap`: it may start before the kernel ahead of it has ended."""
     schedule = [f"num_warps={warps or frame.plan.warps}", f"num_stages={frame.stages}"]
+    schedule += ["launch_pdl=True"] if overlap else []
     arguments = wrapped([*map(argument, params), *schedule], 8)
     return [f"{kernel}[({grid},)](", *("    " + line for line in arguments), ")"]
 

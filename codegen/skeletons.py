@@ -88,7 +88,8 @@ def «name»(
     # The shares of a request are equal, in whole tiles
     k_begin, k_end = «key_range»
     tiles = tl.maximum(tl.cdiv(k_end - k_begin, BLOCK_N), 1)
-    keys = tl.cdiv(tiles, tl.cdiv(tiles, share)) * BLOCK_N
+    shares = tl.cdiv(tiles, share)
+    keys = tl.cdiv(tiles, shares) * BLOCK_N
     k_begin += split * keys
     k_end = tl.minimum(k_end, k_begin + keys)
     «full_range»
@@ -99,7 +100,11 @@ def «name»(
     «edge_loop»
         «edge_tile»
 
-    # Unnormalised, with what is needed to combine it with the other shares
+    «next_kernel»
+    # Unnormalised, with what `combine` needs: of each unit, its first program and how many follow at a step of `units`
+    unit = request * units + free
+    tl.store(first_ptr + unit, program, mask=split == 0)
+    tl.store(shares_ptr + unit, shares, mask=split == 0)
     part = tl.cast(program, tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)[:, None]
     inside = «stored_rows»
     tl.store(part_max_ptr + part, row_max[:, None], mask=inside)
@@ -112,19 +117,18 @@ COMBINE = """\
 def «name»(
     «parameters»
 ):
-    request = tl.program_id(0) // units
-    free = tl.program_id(0) % units
+    unit = tl.program_id(0)
     row = tl.program_id(1)
+    request = unit // units
+    free = unit % units
     «program»
     if q_idx >= «length»:
         return
     dv = tl.program_id(2) * COLUMNS + tl.arange(0, COLUMNS)
 
-    # The programs that hold the shares of this request
-    share = «share»
-    shares = tl.cdiv(tiles_of(request, requests«range»), share)
-    first = shares_before(request, requests, share«range») * units + free
-
+    «previous_kernel»
+    first = tl.load(first_ptr + unit)
+    shares = tl.load(shares_ptr + unit)
     row_max = tl.full([1], float("-inf"), tl.float32)
     row_sum = tl.zeros([1], tl.float32)
     acc = tl.zeros([COLUMNS], tl.float32)
@@ -163,17 +167,6 @@ def tiles_of(request, requests«range»):
     \"\"\"How many tiles of keys each request reads: at least one, and none past the last request.\"\"\"
     k_begin, k_end = «many»
     return tl.where(request < requests, tl.maximum(tl.cdiv(k_end - k_begin, BLOCK_N), 1), 0)
-
-
-@triton.jit
-def shares_before(request, requests, share«range»):
-    \"\"\"Shares of all the requests before this one.\"\"\"
-    total = 0
-    for start in range(0, request, REQUESTS):
-        other = start + tl.arange(0, REQUESTS)
-        shares = tl.cdiv(tiles_of(other, requests«range»), share)
-        total += tl.sum(tl.where(other < request, shares, 0), axis=0)
-    return total
 
 
 @triton.jit

@@ -70,6 +70,8 @@ class TilePlan:
     share: int = 0
     """Of "decode": tiles of keys of one share. 0: all shares of a launch are about as long, so that they end together;
     else the shares of a request depend on its own length alone."""
+    overlap: bool = False
+    """Whether the kernel that combines the shares is made ready while they are computed, as sm_90 and later can."""
     loads: str = "pointer"
     """How tiles of K and V are fetched. "pointer": element by element, from anywhere. "descriptor": as blocks of rows,
     by the unit that devices from sm_90 on have for it (codegen/descriptors.py)."""

@@ -13,7 +13,7 @@ import tempfile
 from pathlib import Path
 from types import ModuleType
 
-from fusecomp.codegen.interpreter import interpreting, teach_bfloat16
+from fusecomp.codegen.interpreter import interpreting, teach
 from fusecomp.codegen.source import KernelSource
 from fusecomp.errors import CacheError, KernelError
 
@@ -25,7 +25,7 @@ def load(source: KernelSource, directory: Path) -> ModuleType:
     digest = hashlib.sha256(source.text.encode()).hexdigest()
     if digest not in _loaded:
         if interpreting():
-            teach_bfloat16()
+            teach()
         _loaded[digest] = _import(_written(source, digest, directory), f"fusecomp_kernels.{source.name}_{digest[:8]}")
     return _loaded[digest]
 

@@ -1,0 +1,84 @@
+"""Decoding in shares: any number of requests, of any lengths, each in its own programs."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from golden_kernels import paged
+from kernels import Interpreter, agree, tiles
+from torch import Tensor
+
+from fusecomp.codegen.emit import emit
+from fusecomp.planning.tile import TilePlan
+
+REGION = paged("float32", d=16)
+WILD = 1_000_000_007
+
+
+def requests(*lengths: int, m: int = 1) -> list[Tensor]:
+    """Pages in random order. What lies past a length is NaN, and its entries in the table are no pages."""
+    held = [-(-n // 16) for n in lengths]
+    order = torch.randperm(sum(held) + 3, dtype=torch.int32)
+    table, first = torch.full((len(lengths), 8), WILD, dtype=torch.int32), 0
+    pools = [torch.full((sum(held) + 3, 16, 2, 16), float("nan")) for _ in range(2)]
+    for row, n, pages in zip(table, lengths, held, strict=True):
+        row[:pages] = order[first : first + pages]
+        first += pages
+        for pool in pools:
+            flat = pool[row[:pages].long()].flatten(0, 1)
+            flat[:n] = torch.randn(n, 2, 16)
+            pool[row[:pages].long()] = flat.view(pages, 16, 2, 16)
+    return [torch.randn(len(lengths), 8, m, 16), *pools, table, torch.tensor(lengths, dtype=torch.int32)]
+
+
+def sizes(args: list[Tensor]) -> dict[str, int]:
+    return {"B": len(args[3]), "H": 8, "M": args[0].shape[2], "N": 128}
+
+
+def plan(share: int = 0) -> TilePlan:
+    return replace(tiles(REGION, 16, 16, "decode", pack=4), share=share)
+
+
+LENGTHS = {
+    "one": (77,),
+    "ragged": (128, 1, 2, 16, 0, 17, 128, 5),
+    "more than are looked through at a time": tuple(int(n) for n in torch.randint(0, 129, (71,))),
+    "all empty": (0, 0, 0),
+}
+
+
+@pytest.mark.parametrize("share", [0, 2])
+@pytest.mark.parametrize("name", LENGTHS)
+def test_requests_of_any_length(interpreter: Interpreter, name: str, share: int) -> None:
+    """Pages past a length are never read; a request without keys gives NaN, as softmax over nothing does."""
+    args = requests(*LENGTHS[name])
+    agree(interpreter, REGION, args, sizes(args), plan(share))
+
+
+def test_several_queries_in_several_tiles(interpreter: Interpreter) -> None:
+    args = requests(100, 3, 64, m=6)
+    agree(interpreter, REGION, args, sizes(args), plan())
+
+
+def test_an_empty_request_gives_zero_when_asked(interpreter: Interpreter) -> None:
+    args = requests(30, 0)
+    out = run(interpreter, args, plan(), replace(REGION, empty_row="zero"))
+    assert out.isfinite().all()
+    assert not out[1].any()
+
+
+def test_a_request_does_not_depend_on_its_neighbours(interpreter: Interpreter) -> None:
+    """With a fixed share: bit by bit."""
+    args = requests(128, 40, 97, 3)
+    together = run(interpreter, args, plan(share=2))
+    for i in range(4):
+        alone = [args[0][i : i + 1], args[1], args[2], args[3][i : i + 1], args[4][i : i + 1]]
+        assert torch.equal(run(interpreter, alone, plan(share=2))[0], together[i])
+
+
+def run(interpreter: Interpreter, args: list[Tensor], tile: TilePlan, region: object = REGION) -> Tensor:
+    source = emit(region, tile)  # type: ignore[arg-type]
+    found = sizes(args)
+    return interpreter.run(source, torch.full_like(args[0], 9.0), args, [found[s] for s in REGION.sizes])
