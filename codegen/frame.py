@@ -222,8 +222,9 @@ class Frame:
     @property
     def stages(self) -> int:
         """Of the compiler's pipeline. A load whose address is loaded itself waits a stage for it: as many buffers of K
-        and V as the plan means take nearly twice the stages."""
-        return 2 * self.plan.stages - 1 if self.addressed.tiles else self.plan.stages
+        and V as the plan means take nearly twice the stages. In decoding the neighbours fill the wait."""
+        looked_up = self.addressed.tiles and self.plan.skeleton == "prefill"
+        return 2 * self.plan.stages - 1 if looked_up else self.plan.stages
 
     def factor(self, e: Exponent) -> str:
         """Name of the constant that `e.scale` is printed as."""

@@ -32,7 +32,7 @@ TIE = 0.01
 """Times so near each other are one."""
 DECODE_TILE = 32 * 1024
 """B of K and V in a tile of decoding. Times tie, being those of the memory; so many bytes on their way in each of the
-three or four programs of a multiprocessor came nearest to its rate on an H200, with two warps."""
+four programs of a multiprocessor came nearest to its rate on an H200, with two warps and two stages."""
 RESIDENT = 4
 """Of decoding: programs of a multiprocessor that share the keys, at most. More have shorter shares, and starting and
 combining them costs more than it gains (measured on an H200)."""
@@ -123,8 +123,8 @@ def candidates(launch: Launch, describable: bool = False) -> Iterator[Tile]:
     ways = ("pointer", "descriptor") if describable and launch.describable else ("pointer",)
     pack = packed(launch.known.group) if launch.decode and launch.known.packs else 1
     tallest = max(16, power(launch.at.m * pack))
-    warps_of = (2, 4) if launch.decode else (4, 8)
-    for block_m, block_n, warps, stages, loads in product(SIDES, SIDES, warps_of, (1, 2, 3, 4), ways):
+    warps_of, stages_of = ((2, 4), (2,)) if launch.decode else ((4, 8), (1, 2, 3, 4))
+    for block_m, block_n, warps, stages, loads in product(SIDES, SIDES, warps_of, stages_of, ways):
         fits = pack <= block_m <= tallest and (warps <= 4 or block_m * block_n >= 64 * 64)
         if fits and (loads == "pointer" or (block_m >= 64 and stages > 1)):
             yield Tile(block_m, block_n, warps, stages, pack, loads)
@@ -168,10 +168,10 @@ def _preference(costed: tuple[Tile, Cost]) -> tuple[float, ...]:
 
 
 def _steady(launch: Launch, costed: tuple[Tile, Cost]) -> tuple[float, ...]:
-    """For decoding: the tile whose K and V are nearest to DECODE_TILE, two buffers of them, fewest rows and warps."""
+    """For decoding: the tile of fewest rows whose K and V are nearest to DECODE_TILE, with fewest warps."""
     tile, known = costed[0], launch.known
     kv_tile = tile.block_n * known.width * (known.wide + known.wide_v)
-    return tile.block_m, abs(math.log2(kv_tile / DECODE_TILE)), abs(tile.stages - 2), tile.warps
+    return tile.block_m, abs(math.log2(kv_tile / DECODE_TILE)), tile.warps
 
 
 def _allowed(device: Device, budget: int | None) -> int:

@@ -276,11 +276,11 @@ def launch(out, tensors, sizes):
         q.stride(1), q.stride(2), q.stride(3), k_pool.stride(0), k_pool.stride(1), k_pool.stride(2),
         k_pool.stride(3), v_pool.stride(0), v_pool.stride(1), v_pool.stride(2), v_pool.stride(3),
         table.stride(0), table.stride(1), lengths.stride(0), requests, units, programs, M, N,
-        num_warps=4, num_stages=3,
+        num_warps=4, num_stages=2,
     )
     combine[(requests * units, min(M, Q_ROWS.value) * PACK.value, 2,)](
         out, part_acc, part_max, part_sum, first, shares, out.stride(0), out.stride(1),
-        out.stride(2), out.stride(3), units, M, num_warps=2, num_stages=3,
+        out.stride(2), out.stride(3), units, M, num_warps=2, num_stages=2,
     )
 
 
