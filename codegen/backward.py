@@ -33,11 +33,13 @@ from fusecomp.codegen.document import kernel_name, title
 from fusecomp.codegen.emit import RESERVED, require_free_names
 from fusecomp.codegen.launcher import unspecialised, wrapped
 from fusecomp.codegen.memory import fixed_loads, query_tiles, tile_pointers
+from fusecomp.codegen.philox import IN_TRITON
 from fusecomp.codegen.program import batch_axes, columns, edge_loop, full_range, key_range, query_rows
 from fusecomp.codegen.skeletons import fill
 from fusecomp.codegen.source import KernelSource, check, names_read, tidy
 from fusecomp.errors import KernelError
-from fusecomp.ir.expr import text
+from fusecomp.ir.algebra import draws
+from fusecomp.ir.expr import Const, text
 from fusecomp.ir.region import AttentionRegion
 from fusecomp.planning.backward import BackwardPlan
 from fusecomp.planning.tile import TilePlan
@@ -48,7 +50,7 @@ VERSION = 1
 OWN = frozenset({
     "m", "first_row", "query", "k_row", "k_tiles", "k_start", "k_last", "q_begin", "q_end", "member", "lse", "delta",
     "logit", "d_p", "d_score", "d_logit", "grads", "grad", "grad_out", "row_products", "query_gradient",
-    "key_gradients",
+    "key_gradients", "weight",
 })  # fmt: skip
 """What the backward skeletons call their own variables, beside `RESERVED`."""
 
@@ -81,7 +83,8 @@ def emit_backward(region: AttentionRegion, plan: BackwardPlan) -> BackwardSource
     name = kernel_name(frame, key).replace("attention_", "attention_backward_", 1)
     made = [row_products(frame), query_gradient(frame), key_gradients(frames["key_gradients"])]
     params = dict(zip(("row_products", "query_gradient", "key_gradients"), (p for _, p in made), strict=True))
-    kernels = spaced([body for body, _ in made])
+    helpers = [IN_TRITON] if draws(region.weight) else []
+    kernels = spaced([*helpers, *(body for body, _ in made)])
     written = fill(
         BACKWARD_MODULE,
         {
@@ -195,12 +198,14 @@ def constants(frame: GradientFrame, kernels: str) -> list[str]:
 def document(region: AttentionRegion, plan: BackwardPlan, key: str) -> list[str]:
     """The mathematics, what is read, the plans, and how to make this file again."""
     shapes = [f"    {o.name:<10} [{', '.join(map(text, o.shape))}]  {o.dtype}" for o in region.operands]
-    weight = "" if text(region.weight) == "1.0" else f"({text(region.weight)}) "
+    named = [] if region.weight == Const(1.0) else [f"    W = {text(region.weight)}"]
+    weight = "W " if named else ""
     return [
         *str(region).splitlines()[1:],
         *([f"    # {region.origin}  {region.source.strip()}"] if region.source else []),
         "",
         "Its gradients, for dO the gradient of O:",
+        *named,
         "    P = exp(S - lse)",
         f"    dV = sum over queries of  {weight}P dO",
         f"    dS = P ({weight}dO V - delta),  delta = sum over dv of  O dO",

@@ -10,6 +10,7 @@ from fusecomp.codegen.wrap import wrapped_lines
 from fusecomp.ir.region import AttentionRegion
 
 BACKWARD_SELFCHECK = '''\
+«random»
 def reference(tensors, sizes):
     """The same attention, dense, in float32 PyTorch: (O, log sum exp(S))."""
     «unpack»

@@ -20,8 +20,10 @@ from fusecomp.codegen.backward_tile import (
     scores,
     value_products,
     weighted,
+    weights,
 )
 from fusecomp.codegen.frame import Chunk
+from fusecomp.codegen.philox import fours, kept
 from fusecomp.codegen.printer import triton_text
 from fusecomp.ir.expr import Expr, Var, parts
 
@@ -66,6 +68,7 @@ def columns(frame: GradientFrame) -> Lines:
         f"k_row = tl.minimum(n, {size} - 1 - k_start)",
         "kv_idx = k_start + k_row",
         "kv_pos = kv_idx.to(tl.float32)",
+        *fours(frame),
         "m = tl.arange(0, BLOCK_M)",
         *(f"{c.d} = {f'{c.first} + ' * bool(c.first)}tl.arange(0, {c.size})" for c in chunks),
     ]
@@ -142,10 +145,12 @@ def _tile(frame: GradientFrame, tests: list[Expr], edge: bool) -> Lines:
         *products_of(frame, "{1}", "tl.trans({0})", shape),
         "",
         *(line for line in values if line.split(" = ")[0] in named),
+        *kept(frame, wanted, "q_start + m[:, None]"),
         *scores(frame),
         *mask(frame, tests, {}),
         *row_values(frame, "first_row + q_start + m", "live" if edge else ""),
         *probabilities(frame, "[None, :]"),
+        *weights(frame),
         "",
         *query_loads(frame, edge, "do"),
     ]

@@ -15,9 +15,11 @@ from fusecomp.codegen.backward_tile import (
     score_gradients,
     scores,
     value_products,
+    weights,
 )
 from fusecomp.codegen.frame import Chunk
 from fusecomp.codegen.memory import element_loads, key_loads, output_index, row_base, row_offsets, value_loads
+from fusecomp.codegen.philox import kept
 from fusecomp.codegen.printer import triton_text
 from fusecomp.codegen.program import stored_rows
 from fusecomp.codegen.tile import places
@@ -90,12 +92,14 @@ def _tile(frame: GradientFrame, tests: list[Expr], edge: bool) -> Lines:
         *products_of(frame, "{0}", "{1}", "[BLOCK_M, BLOCK_N]"),
         "",
         *element_loads(frame, edge, read_by_tile(frame, tests)),
+        *kept(frame, read_by_tile(frame, tests)),
         *scores(frame),
         *mask(frame, [*([live] if edge else []), *tests], {live: "live[None, :]"}),
         *probabilities(frame, ""),
         "",
         *value_loads(frame, edge),
         *value_products(frame, "{0}", "tl.trans({1})", "[BLOCK_M, BLOCK_N]"),
+        *weights(frame),
         *score_gradients(frame, ""),
     ]
     for t, product in enumerate(frame.region.products):

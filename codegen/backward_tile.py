@@ -63,9 +63,14 @@ def probabilities(frame: GradientFrame, rows: str) -> Lines:
     return [f"p = tl.exp2({f'({body}) * LOG2E' if e.natural else body})"]
 
 
+def weights(frame: GradientFrame) -> Lines:
+    """weight, the factor behind the softmax."""
+    return [] if frame.weight is None else [f"weight = {triton_text(frame.weight, frame.tile_names)}"]
+
+
 def score_gradients(frame: GradientFrame, rows: str) -> Lines:
     """dS = P (dP - delta), and for each product dS times the part of dS/dscore that varies inside the tile."""
-    weight = [f"d_p = d_p * {factor_text(frame, frame.weight)}"] if frame.weight is not None else []
+    weight = ["d_p = d_p * weight"] if frame.weight is not None else []
     ds = f"p * (d_p - delta{rows})"
     rests = {t: rest for t, (rest, _) in frame.derivative.items()}
     if len(rests) > 1:
@@ -83,8 +88,10 @@ def factor_text(frame: GradientFrame, e: Expr) -> str:
 
 def weighted(frame: GradientFrame) -> str:
     """weight P, rounded as it is for P V."""
-    body = "p" if frame.weight is None else f"(p * {factor_text(frame, frame.weight)})"
-    return rounded(body, frame.region.pv_dtype)
+    dtype = frame.region.pv_dtype
+    if frame.weight is None:
+        return rounded("p", dtype)
+    return "p * weight" if dtype == "float32" else rounded("(p * weight)", dtype)
 
 
 def rounded(body: str, dtype: str, held: str = "float32") -> str:

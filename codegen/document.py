@@ -20,6 +20,7 @@ def kernel_name(frame: Frame, key: str) -> str:
         *([f"gqa{region.q_per_kv()}"] if region.batch and region.q_per_kv() > 1 else []),
         *(["paged"] if frame.addressed.tiles else []),
         *(["sink"] if frame.sink is not None else []),
+        *(["dropout"] if frame.element.drawn else []),
         *(["decode"] if frame.plan.skeleton == "decode" else []),
     ]
     dv = extent(region.dv)

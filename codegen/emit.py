@@ -28,6 +28,7 @@ from fusecomp.codegen.frame import Frame
 from fusecomp.codegen.launcher import parameters, prefill_launch, unspecialised, wrapped
 from fusecomp.codegen.logsumexp import require_lse, store_lse
 from fusecomp.codegen.memory import fixed_loads, query_tiles, tile_pointers
+from fusecomp.codegen.philox import IN_TRITON
 from fusecomp.codegen.printer import triton_text
 from fusecomp.codegen.program import (
     batch_axes,
@@ -48,6 +49,7 @@ from fusecomp.codegen.source import KernelSource, check, names_read, tidy
 from fusecomp.codegen.table import full_tiles, other_tiles, table_kernels, table_row, visits_of
 from fusecomp.codegen.tile import edge_tile, full_tile, rescue
 from fusecomp.errors import KernelError
+from fusecomp.ir.algebra import draws
 from fusecomp.ir.region import AttentionRegion
 from fusecomp.planning.tile import TilePlan
 
@@ -65,6 +67,8 @@ def emit(region: AttentionRegion, plan: TilePlan, saves_lse: bool = False) -> Ke
     frame = Frame(without_skipping(region) if plan.skeleton == "decode" else region, plan)
     name = kernel_name(frame, key)
     kernels, launcher = decode(frame) if plan.skeleton == "decode" and not saves_lse else prefill(frame, saves_lse)
+    if draws(region.weight):
+        kernels = f"{IN_TRITON.rstrip()}\n\n\n{kernels}"
     if plan.loads == "descriptor":
         kernels = f"{kernels.rstrip()}\n\n\n{HELPERS.rstrip()}"
     text = fill(
@@ -92,6 +96,7 @@ RESERVED = frozenset({
     "full_end", "out", "lse", "lse_rows", "sizes", "tensors", "torch", "triton", "tl", "attention", "combine",
     "multiprocessors", "key_range", "tiles_of", "unit", "place_of", "share_of", "in_rows", "scratch",
     "states", "tile_states", "list_tiles", "list_visits", "larger", "other", "next_tile", "k_tiles", "seen", "full",
+    "four", "random", "keeps", "kept_tile",
 })  # fmt: skip
 """What the skeletons call their own variables."""
 

@@ -188,7 +188,7 @@ class Frame:
     def tile_names(self) -> Names:
         """Inside the loop; `kv_idx` is [1, BLOCK_N], loads are [BLOCK_M, BLOCK_N] or broadcast to it."""
         floats: dict[Expr, str] = {self.q_idx: "q_pos", self.kv_idx: "kv_pos"}
-        found: dict[Expr, str] = {x: name for name, x in self.element.tiles}
+        found: dict[Expr, str] = {x: name for name, x in (*self.element.tiles, *self.element.drawn)}
         scores: dict[Expr, str] = {Score(t): score_name(t) for t in range(len(self.region.products))}
         return Names({**self.names.values, **found, **scores}, floats)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from fusecomp.codegen.base2 import LOG2E, scaled
 from fusecomp.codegen.frame import Frame
 from fusecomp.codegen.memory import output_address, row_base, row_offsets
+from fusecomp.codegen.philox import fours
 from fusecomp.codegen.printer import triton_dtype, triton_text
 from fusecomp.ir.expr import Expr, Load, Var, parts
 from fusecomp.ir.poly import is_natural
@@ -65,7 +66,7 @@ def columns(frame: Frame) -> Lines:
     products = range(len(frame.region.products))
     chunks = [*(c for t in products for c in frame.d_chunks(t)), *frame.dv_chunks]
     places = [f"{c.d} = {f'{c.first} + ' * bool(c.first)}tl.arange(0, {c.size})" for c in chunks]
-    return [*places, "n = tl.arange(0, BLOCK_N)", "n_pos = n[None, :].to(tl.float32)"]
+    return [*places, "n = tl.arange(0, BLOCK_N)", "n_pos = n[None, :].to(tl.float32)", *fours(frame)]
 
 
 # ----------------------------------------------------------------------------------------------------------------

@@ -7,11 +7,12 @@ from dataclasses import dataclass
 from fusecomp.codegen.frame import score_name
 from fusecomp.codegen.launcher import unpacked
 from fusecomp.codegen.logsumexp import sample_lse
+from fusecomp.codegen.philox import IN_TORCH
 from fusecomp.codegen.printer import Names, show, triton_text
 from fusecomp.codegen.sample import KEYS, QUERIES, sample
 from fusecomp.codegen.skeletons import fill
 from fusecomp.codegen.wrap import wrapped_lines
-from fusecomp.ir.algebra import apply
+from fusecomp.ir.algebra import apply, draws
 from fusecomp.ir.expr import Const, Expr, Score, Var, variables
 from fusecomp.ir.primitives import TIMES
 from fusecomp.ir.region import Access, AttentionRegion, extent
@@ -21,6 +22,7 @@ INTERPRETED = "Without a GPU, set TRITON_INTERPRET=1."
 ON_GPU = "Needs a GPU: the interpreter has no bfloat16."
 
 SELFCHECK = '''\
+«random»
 def reference(tensors, sizes):
     """The same attention, dense, in float32 PyTorch."""
     «unpack»
@@ -107,6 +109,7 @@ def selfcheck(region: AttentionRegion, saves_lse: bool = False, visits: Visits |
 def dense(region: AttentionRegion) -> dict[str, Lines]:
     """The body of reference(), a part for each hole."""
     return {
+        "random": [*IN_TORCH.splitlines(), "", ""] if draws(region.weight) else [],
         "unpack": unpacked(region),
         "indices": _indices(region),
         "products": _products(region),

@@ -11,6 +11,7 @@ from fusecomp.codegen.cheaper import cheaper
 from fusecomp.codegen.descriptors import described_keys, described_values, descriptors
 from fusecomp.codegen.frame import Frame, may_be_minus_inf, merged, score_name
 from fusecomp.codegen.memory import element_loads, key_loads, row_loads, value_loads
+from fusecomp.codegen.philox import kept
 from fusecomp.codegen.printer import literal, show, triton_dtype, triton_text
 from fusecomp.codegen.program import state
 from fusecomp.ir.algebra import apply
@@ -63,6 +64,7 @@ def visit(frame: Frame, e: Exponent, tests: Sequence[Expr], edge: bool, pivot: b
         *products(frame),
         "",
         *element_loads(frame, edge, [e.score, *tests, *weight]),
+        *kept(frame, weight),
         *([] if e.score == Score(0) else [f"score = {triton_text(e.score, frame.tile_names)}"]),
         *mask(frame, tests, edge),
         "",

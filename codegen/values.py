@@ -2,6 +2,7 @@
 
     hoisted   the largest parts of an expression that vary with neither kv_idx nor the score, where they cost something
     tiles     loads that vary with kv_idx, one statement each in every visit of a tile
+    drawn     what dropouts keep, likewise
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from fusecomp.ir.expr import Apply, Expr, Load, Score, parts, variables
+from fusecomp.ir.expr import Apply, Const, Expr, Load, Score, parts, variables
 
 
 @dataclass(frozen=True)
@@ -18,6 +19,7 @@ class Values:
 
     hoisted: tuple[tuple[str, Expr], ...]
     tiles: tuple[tuple[str, Load], ...]
+    drawn: tuple[tuple[str, Apply], ...] = ()
 
 
 def element_values(exprs: Iterable[Expr], kv_idx: str) -> Values:
@@ -40,12 +42,23 @@ def _named(found: Iterable[Expr], kv_idx: str, varying: str) -> Values:
         into = tiles if changes else hoisted
         into[x] = _fresh(_stem(x, varying if changes else "value"), {*hoisted.values(), *tiles.values()})
     loads = tuple((name, x) for x, name in tiles.items() if isinstance(x, Load))
-    return Values(tuple((name, x) for x, name in hoisted.items()), loads)
+    drawn = tuple((name, x) for x, name in tiles.items() if isinstance(x, Apply))
+    return Values(tuple((name, x) for x, name in hoisted.items()), loads, drawn)
 
 
 def _stem(x: Expr, ending: str) -> str:
     """bias_tile, slopes_value; per_h for something computed from h."""
+    if is_dropout(x):
+        return "kept_tile"
     return f"{x.tensor}_{ending}" if isinstance(x, Load) else "_".join(["per", *sorted(variables(x))])
+
+
+def is_dropout(e: Expr) -> bool:
+    """random(seed, batch, row, key) >= least."""
+    match e:
+        case Apply("ge", (Apply("random"), Const())):
+            return True
+    return False
 
 
 def _fresh(stem: str, taken: set[str]) -> str:
@@ -66,7 +79,7 @@ def _worth_naming(e: Expr, kv_idx: str) -> Iterator[Expr]:
         return
     for x in e.args:
         yield from _worth_naming(x, kv_idx)
-    if isinstance(e, Load):
+    if isinstance(e, Load) or is_dropout(e):
         yield e
 
 

@@ -18,8 +18,8 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 
 from fusecomp.graph.facts import is_getitem, number, op_name, shape, value
-from fusecomp.ir.algebra import ZERO, apply, const
-from fusecomp.ir.expr import Apply, Const, Expr, Var, parts
+from fusecomp.ir.algebra import ZERO, apply, const, draws
+from fusecomp.ir.expr import Apply, Const, Expr, Var
 from fusecomp.ir.philox import WORDS, random_words
 from fusecomp.patterns.lift import Decline, Index, Lift, argument, rule
 from fusecomp.patterns.weights import Weights
@@ -68,8 +68,7 @@ def drops(node: Node) -> bool:
         return False
     whole = op_name(node) == "dropout" or [is_getitem(u) and u.args[1] for u in node.users] == [0]
     p = number(argument(node, 1, "p"))
-    live = argument(node, 2, "train") is not False and isinstance(p, Const) and 0 < p.value < 1
-    return whole and live and value(node.args[0]).device.type == "cpu"
+    return whole and argument(node, 2, "train") is not False and isinstance(p, Const) and 0 < p.value < 1
 
 
 def seeded(node: Node) -> Seeded:
@@ -143,8 +142,3 @@ def check(weights: Weights, key: Var, anchor: Node) -> None:
         raise Decline("dropout of the scores, before the softmax", anchor, "drop the weights, behind the softmax")
     if any(word.operands[3] != key for word in draws(weights.factor)):
         raise Decline("dropout of weights whose last axis is not the keys", anchor)
-
-
-def draws(e: Expr) -> list[Apply]:
-    """The random words that `e` uses."""
-    return [x for x in parts(e) if isinstance(x, Apply) and x.op == "random"]

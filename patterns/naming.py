@@ -9,8 +9,8 @@ import torch
 from torch.fx import Node
 
 from fusecomp.graph.facts import op_name, shape, size_expr, value
+from fusecomp.ir.algebra import draws
 from fusecomp.ir.expr import Cast, Const, Expr, Load, Size, Var, transform
-from fusecomp.patterns.dropout import draws
 from fusecomp.patterns.lift import Decline, Lift
 from fusecomp.patterns.products import Found, Pair
 

@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from kernels import tiles
-from regions import B, H, M, N, age, attention, b, causal, grouped, h, kv_idx, load, q_idx, score, times
+from regions import B, H, M, N, age, attention, b, causal, dropout, grouped, h, kv_idx, load, q_idx, score, times
 from regions import filled as filled_score
 
 from fusecomp.codegen.backward import emit_backward
@@ -91,12 +91,14 @@ GOLDEN: dict[str, tuple[AttentionRegion, TilePlan]] = {
         r := _data(),
         replace(tiles(r, 64, 64), loads="descriptor", visits="table"),
     ),
+    "dropout": (r := dropout(_attention(times(score, 0.125), causal), 0.1), tiles(r, 64, 64)),
     "paged_decode": (r := paged(), tiles(r, 16, 64, "decode", pack=4)),
 }
 
 
 BACKWARD: dict[str, tuple[AttentionRegion, BackwardPlan]] = {
     "causal_gqa_backward": (r := _attention(times(score, 0.125), causal, **grouped(3)), backward_plan(r)),
+    "dropout_backward": (r := dropout(_attention(times(score, 0.125), causal), 0.1), backward_plan(r)),
 }
 
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from fusecomp.ir.algebra import apply
-from fusecomp.ir.expr import Const, Expr, Load, Score, Size, Var
+from fusecomp.ir.expr import Apply, Const, Expr, Load, Score, Size, Var
 from fusecomp.ir.region import Access, AttentionRegion, Operand, Product
 
 INF = float("inf")
@@ -66,6 +66,17 @@ def load(i: int, *index: Expr | int, dtype: str = "float32") -> Load:
 def grouped(size: int, heads: int = 2) -> dict[str, Expr]:
     """Keyword arguments for `size` query heads per key head."""
     return {"head": apply("floordiv", h, Const(size)), "heads": Const(heads)}
+
+
+def dropout(region: AttentionRegion, p: float = 0.3) -> AttentionRegion:
+    """The region with its weights dropped by the words of one more operand, `seed`."""
+    batch: Expr = Const(0)
+    for v in region.batch:
+        batch = apply("add", apply("mul", batch, v.size), v)
+    word = Apply("random", (Load("seed", (), "int64"), batch, q_idx, kv_idx))
+    kept = apply("where", apply("ge", word, Const(round(p * 2**32))), Const(1 / (1 - p)), Const(0.0))
+    operands = (*region.operands, Operand("seed", (), "int64"))
+    return replace(region, operands=operands, weight=apply("mul", region.weight, kept))
 
 
 scaled_score = times(score, 0.25)

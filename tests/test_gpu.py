@@ -6,14 +6,17 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import pytest
 import torch
 from regions import Variant
 from torch import Tensor
+from torch.nn import functional
 from variants import VARIANTS
 
 import fusecomp
+from fusecomp.patterns.dropout import SEEDS, seeded_dropout
 
 pytestmark = [
     pytest.mark.gpu,
@@ -178,3 +181,45 @@ def test_gradients() -> None:
     exact = torch.autograd.grad(causal(*double), double, weight.double())
     for a, b, e in zip(got, own, exact, strict=True):
         assert off(a, e) <= max(4 * off(b, e), FLOOR[torch.bfloat16])
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("size", [64, 80, 128])
+def test_dropout(size: int, dtype: torch.dtype) -> None:
+    """Values and gradients with the mask that the graph's seed makes; grouped heads, M != N."""
+
+    def fn(q: Tensor, k: Tensor, v: Tensor, drop: Callable[[Tensor], Tensor] = functional.dropout) -> Tensor:
+        k, v = (x.repeat_interleave(3, 1) for x in (k, v))
+        keep = torch.ones(q.shape[-2], k.shape[-2], dtype=torch.bool, device=q.device).tril(100)
+        scores = (q @ k.transpose(-2, -1)) / math.sqrt(q.shape[-1])
+        return drop(scores.masked_fill(~keep, float("-inf")).softmax(-1)) @ v
+
+    shapes = (2, 6, 130, size), (2, 2, 230, size), (2, 2, 230, size)
+    args = [torch.randn(s, device="cuda", dtype=dtype, requires_grad=True) for s in shapes]
+    torch.manual_seed(7)
+    seed = torch.randint(SEEDS, [], device="cuda")
+    torch.manual_seed(7)
+    got = torch.compile(lambda *a: fn(*a), backend="fusecomp", options={**STRICT, "lowering": "triton"})(*args)
+    assert fusecomp.counters()["fused"] == 1
+    up = torch.randn_like(got)
+    found = torch.autograd.grad(got, args, up)
+    double = [x.detach().double().requires_grad_() for x in args]
+    exact = fn(*double, lambda x: seeded_dropout(x, seed, 0.5))
+    assert off(got, exact) <= 2 * FLOOR[dtype]
+    for a, e in zip(found, torch.autograd.grad(exact, double, up.double()), strict=True):
+        assert off(a, e) <= 2 * FLOOR[dtype]
+
+
+def test_dropout_under_cuda_graphs() -> None:
+    q, k, v = (torch.randn(2, 3, 130, 64, device="cuda", dtype=torch.bfloat16) for _ in range(3))
+    fast = torch.compile(lambda *a: functional.dropout((a[0] @ a[1].mT).softmax(-1), 0.3) @ a[2], backend="fusecomp",
+                         options={**STRICT, "lowering": "triton"})  # fmt: skip
+    fast(q, k, v)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = fast(q, k, v)
+    runs = []
+    for _ in range(2):
+        graph.replay()
+        runs.append(out.clone())
+    assert not torch.equal(*runs)

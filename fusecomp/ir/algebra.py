@@ -213,6 +213,11 @@ def substitute(e: Expr, values: dict[Expr, Expr]) -> Expr:
     return transform(e, values.get, apply)
 
 
+def draws(e: Expr) -> list[Apply]:
+    """The random words that `e` uses."""
+    return [x for x in parts(e) if isinstance(x, Apply) and x.op == "random"]
+
+
 def depends_on_score(e: Expr) -> bool:
     """Whether `e` holds an element of Q K^T."""
     return any(type(x).__name__ == "Score" for x in parts(e))

@@ -8,12 +8,14 @@ the queries that see them.
     D <= 128           128 x 64, 8 warps        64 x 128, 8 warps      3 stages, 2 of the second
     D <= 256           64 x 64,  8 warps        32 x 64,  8 warps      2 stages
     more, or float32   32 x 32,  4 warps        32 x 32,  4 warps      2 stages
+    with dropout       at most x 64             at most 32 x
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from fusecomp.ir.algebra import draws
 from fusecomp.ir.region import AttentionRegion, extent
 from fusecomp.planning.chunks import chunks
 from fusecomp.planning.tile import TilePlan
@@ -53,6 +55,8 @@ def backward_plan(region: AttentionRegion, smem: int = 232_448, device: str = ""
         queries, keys = _Tile(128, 64, 8, 3), _Tile(64, 128, 8, 2)
     else:
         queries, keys = _Tile(64, 128, 4, 3), _Tile(64, 128, 8, 3)
+    if draws(region.weight):  # what a tile keeps takes registers
+        queries, keys = replace(queries, block_n=min(64, queries.block_n)), replace(keys, block_m=min(32, keys.block_m))
     fit = [_fitting(t, moves, wide, smem) for t, moves in ((queries, "keys"), (keys, "queries"))]
     made = [_plan(region, t, name, device) for t, name in zip(fit, ("query_gradient", "key_gradients"), strict=True)]
     return BackwardPlan(*made)

@@ -123,6 +123,7 @@ def _of_region(known: Facts) -> dict[str, float]:
         "FMA": known.fma,
         "SFU": known.sfu,
         "TEST": known.test_fma,
+        "DRAWS": known.draws,
         "LOAD": known.load_width,
         "PASSES": known.passes,
     }

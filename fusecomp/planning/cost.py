@@ -40,6 +40,7 @@ FITTED = {
     "REG_PAIR": 1.06,  # a pair's score in float32, then its probability in half precision
     "REG_PAIR_DESCRIBED": 0.19,  # more of a pair through descriptors: fitted on times; registers alone would say 0.4
     "REG_DOT": 0.2,  # a pair's operands in a float32 product, for each of its first 64 terms
+    "REG_DRAW": 45,  # where weights are dropped: the generator's state, what is kept of a tile
     "REG_VECTOR": 1.67,  # one 64-bit address for each 16 bytes that a thread loads of K and V, some shared
     "SPILL": 4.78,  # times that a spilled register is stored and loaded in a tile
     "SMEM_RESERVED": 1024,  # B: what the driver takes of each program
@@ -57,7 +58,7 @@ def _symbols(names: str) -> list[Any]:
 BLOCK_M, BLOCK_N, WARPS, STAGES, PACK = _symbols("BLOCK_M BLOCK_N WARPS STAGES PACK")
 # The region: D and DV as Triton holds them, WIDTH in bytes; bytes of a row of Q, K, V, O; work and bytes of a pair
 D, DV, CHUNK, WIDTH, Q_ROW, K_ROW, V_ROW, O_ROW = _symbols("D DV CHUNK WIDTH Q_ROW K_ROW V_ROW O_ROW")
-FMA, SFU, TEST, LOAD, LOAD_UNIQUE, PASSES = _symbols("FMA SFU TEST LOAD LOAD_UNIQUE PASSES")
+FMA, SFU, TEST, DRAWS, LOAD, LOAD_UNIQUE, PASSES = _symbols("FMA SFU TEST DRAWS LOAD LOAD_UNIQUE PASSES")
 # The launch: heads over the batch, lengths, tiles visited and tested by one head, keys reached by any query
 HEADS, KV_HEADS, M, N, TILES, TESTED, REACHED = _symbols("HEADS KV_HEADS M N TILES TESTED REACHED")
 # The device
@@ -73,23 +74,25 @@ SETUP, DESCRIBE, WAIT, WAIT_DESCRIBED, MEET, SPILL = _symbols("SETUP DESCRIBE WA
 FMA_PAIR, SFU_PAIR, TURN, FMA_VECTOR, FMA_ROW, SFU_ROW, TEST_PAIR = _symbols(
     "FMA_PAIR SFU_PAIR TURN FMA_VECTOR FMA_ROW SFU_ROW TEST_PAIR"
 )
-L2_SHARE, L2_DESCRIBED, L2_USABLE, HBM_LATENCY = _symbols("L2_SHARE L2_DESCRIBED L2_USABLE HBM_LATENCY")
-REG_BASE, REG_MASK, REG_SPLIT, REG_SUM, REG_PAIR, REG_PAIR_DESCRIBED, REG_DOT, REG_VECTOR, SMEM_RESERVED = _symbols(
-    "REG_BASE REG_MASK REG_SPLIT REG_SUM REG_PAIR REG_PAIR_DESCRIBED REG_DOT REG_VECTOR SMEM_RESERVED"
+L2_SHARE, L2_DESCRIBED, L2_USABLE, HBM_LATENCY, SMEM_RESERVED = _symbols(
+    "L2_SHARE L2_DESCRIBED L2_USABLE HBM_LATENCY SMEM_RESERVED"
+)
+REG_BASE, REG_MASK, REG_SPLIT, REG_SUM, REG_PAIR, REG_PAIR_DESCRIBED, REG_DOT, REG_DRAW, REG_VECTOR = _symbols(
+    "REG_BASE REG_MASK REG_SPLIT REG_SUM REG_PAIR REG_PAIR_DESCRIBED REG_DOT REG_DRAW REG_VECTOR"
 )
 
 threads = WARPS * WARP
 
 # Shared memory of one program, B, as Triton allocates it: loads that feed wgmma or tcgen05 keep one buffer a stage,
 # loads that go through registers (mma.sync, biases) one less; Q lies there for wgmma and passes through for mma.sync,
-# as P may.
+# as P may, and a byte of each pair that a dropout decides.
 q_tile = WIDTH * BLOCK_M * D
 kv_tile = WIDTH * BLOCK_N * (D + DV)
 p_tile = WIDTH * BLOCK_M * BLOCK_N
 buffers = STAGES - 1 + WGMMA
 pipelined = 1024 * DESC + q_tile + buffers * kv_tile + (STAGES - 1) * LOAD * BLOCK_M * BLOCK_N + SCRATCH * p_tile
 unpipelined = q_tile + WIDTH * BLOCK_N * CHUNK + p_tile * Max(SCRATCH, Min(1, LOAD), Min(1, Max(0, WIDTH - 2)))
-smem = sympy.Piecewise((unpipelined, STAGES < 2), (pipelined, True)) + BARRIERS
+smem = sympy.Piecewise((unpipelined, STAGES < 2), (pipelined, True)) + BARRIERS + DRAWS * BLOCK_M * BLOCK_N
 
 # 32-bit registers of one thread: the float32 accumulator, the score and its probability, the operands of a product that
 # no matrix instruction does, an address for each 16 bytes loaded, the rest
@@ -103,6 +106,7 @@ registers = (
     + (REG_PAIR + DESC * REG_PAIR_DESCRIBED + turned + DOT * REG_DOT * Min(D, 64)) * scores
     + REG_VECTOR * vectors
     + REG_MASK * Min(3, TEST + FMA + SFU)
+    + REG_DRAW * DRAWS
     + REG_SPLIT * (1 - DESC) * Min(1, D + DV - Min(D + DV, 2 * CHUNK))
     + operand
     + REG_BASE

@@ -14,6 +14,7 @@ from functools import lru_cache
 import numpy as np
 
 from fusecomp.errors import PlanError
+from fusecomp.ir.algebra import draws
 from fusecomp.ir.expr import Apply, Const, Expr, Load, Score, Size, Var, parts, variables
 from fusecomp.ir.ranges import Bound, Reach, reach
 from fusecomp.ir.region import Access, AttentionRegion, extent
@@ -45,6 +46,8 @@ class Facts:
     sfu: int
     test_fma: int
     """Of the mask, on the tiles that need it."""
+    draws: int
+    """Random words of one pair."""
     loads: tuple[Load, ...]
     """Tensors read at every (q_idx, kv_idx): biases, masks."""
     passes: int
@@ -94,6 +97,7 @@ def facts(region: AttentionRegion) -> Facts:
         fma=fma,
         sfu=sfu,
         test_fma=element_work(region.keep, region)[0],
+        draws=len(draws(region.weight)),
         loads=tuple(sorted(loads, key=str)),
         passes=_eager_passes(region),
         group=region.q_per_kv(),
