@@ -17,6 +17,7 @@ from regions import H, attention, causal, dropout, grouped, h, kv_idx, load, sca
 from test_backward_codegen import REGIONS, SIZES, inputs_of, small
 from test_backward_codegen import agree as gradients_agree
 from test_codegen import qkv
+from test_visits import KEEP, by_table, keeps
 from torch import Tensor
 
 from fusecomp.codegen.backward import emit_backward
@@ -87,6 +88,12 @@ def test_keys_decide_the_word_by_their_place(interpreter: Interpreter) -> None:
     """Where the first tile visited does not begin at 0."""
     region = dropout(attention(scaled_score, apply("ge", kv_idx, Const(21))))
     agree(interpreter, region, drawn(region, LENGTHS), LENGTHS, tiles(region, 16, 16))
+
+
+@pytest.mark.parametrize("name", ["documents", "a few"])
+def test_tiles_found_by_a_table(interpreter: Interpreter, name: str) -> None:
+    region = dropout(keeps(q_idx, kv_idx))
+    agree(interpreter, region, [*qkv(16), KEEP[name], SEED], LENGTHS, by_table(region))
 
 
 def test_the_whole_way() -> None:
