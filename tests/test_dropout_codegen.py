@@ -13,7 +13,7 @@ import pytest
 import torch
 from golden_kernels import BACKWARD, GOLDEN
 from kernels import Interpreter, agree, tiles
-from regions import H, attention, causal, dropout, grouped, h, kv_idx, load, scaled_score
+from regions import H, attention, causal, dropout, grouped, h, kv_idx, load, q_idx, scaled_score
 from test_backward_codegen import REGIONS, SIZES, inputs_of, small
 from test_backward_codegen import agree as gradients_agree
 from test_codegen import qkv
