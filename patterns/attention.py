@@ -14,13 +14,13 @@ from torch.fx import GraphModule, Node
 
 from fusecomp.graph.facts import Facts, Place, is_tensor, op_name, place, shape
 from fusecomp.ir.algebra import ZERO, const
-from fusecomp.ir.expr import Apply, Cast, Expr, Var
+from fusecomp.ir.expr import Apply, Expr, Var
 from fusecomp.patterns.build import Match, build
 from fusecomp.patterns.contraction import Contraction, contraction
 from fusecomp.patterns.lift import Decline, Lift, Outside, broadcast
 from fusecomp.patterns.products import Found
 from fusecomp.patterns.reasons import no_weights, under_scores
-from fusecomp.patterns.weights import Weights, denominator, normalised, softmax_weights
+from fusecomp.patterns.weights import Weights, denominator, exponential, softmax_weights
 
 SOFTMAX = {"softmax", "_softmax", "special_softmax", "_safe_softmax", "log_softmax", "_log_softmax"}
 QUOTIENT = {"div", "true_divide", "divide", "div_"}
@@ -97,12 +97,9 @@ class Recogniser:
         return Found(node, output, spec, axes, weights.times(spec.scale))
 
 
-def divided(
-    lift: Lift, node: Node, e: Expr, spec: Contraction, axes: dict[str, Var]
-) -> tuple[Node, Weights] | None:
+def divided(lift: Lift, node: Node, e: Expr, spec: Contraction, axes: dict[str, Var]) -> tuple[Node, Weights] | None:
     """Deferred division: (exp(a) V) / sum_j exp(a_j), the quotient being the output."""
-    e = e.x if isinstance(e, Cast) else e
-    if not (isinstance(e, Apply) and e.op == "exp"):
+    if exponential(e) is None:
         return None
     out_index = tuple(axes.get(a, ZERO) for a in spec.out_axes)
     for user in node.users:
@@ -112,7 +109,7 @@ def divided(
             continue
         by = lift.lift_at(other, user, broadcast(out_index, shape(user), shape(other)))
         total = denominator(by) if inverse else by
-        if total is not None and (found := normalised(e.operands[0], total, axes[spec.contracted])):
+        if total is not None and (found := softmax_weights(Apply("div", (e, total)), axes[spec.contracted])):
             lift.visited.add(node)
             return user, found
     return None

@@ -11,7 +11,7 @@ from torch.fx import Node
 from fusecomp.graph.facts import dtype, op_name, place, shape, storage, written_arguments
 from fusecomp.graph.learning import cut, records
 from fusecomp.ir.algebra import ZERO, const
-from fusecomp.ir.expr import Const, Expr, Load, Reduce, Score, Var, parts, transform
+from fusecomp.ir.expr import Const, Expr, Load, Reduce, Score, Var, parts, transform, variables
 from fusecomp.ir.region import Access, AttentionRegion, Operand, Product
 from fusecomp.patterns import dropout
 from fusecomp.patterns.lift import Decline, Lift, Outside
@@ -19,6 +19,7 @@ from fusecomp.patterns.masks import Masked, oriented, sees_a_key, sees_nothing, 
 from fusecomp.patterns.naming import Lengths, SizeSource, memory_order, operand_names, renamed
 from fusecomp.patterns.products import Found, Pair, score_products, value_access
 from fusecomp.patterns.reasons import called
+from fusecomp.patterns.weights import Weights
 
 
 @dataclass(frozen=True)
@@ -55,6 +56,7 @@ def build(lift: Lift, found: Found, anchor: Node) -> Match:
     dropout.check(found.weights, found.index("kv_idx"), anchor)
     held = [scores.score, *scores.keep, found.weights.scores, found.weights.factor, found.weights.sink or ZERO]
     products = dict(score_products(lift, found, held, anchor))
+    check_free(found.weights, products, found.index("kv_idx").name)
     v = value_access(lift, found, scores.keep if scores.fill == float("-inf") else ())
     names = operand_names(list(products.values()), v, held, set(products))
     check_time(lift, names, found)
@@ -62,6 +64,14 @@ def build(lift: Lift, found: Found, anchor: Node) -> Match:
     interior = closed_interior(lift, made, set(names), found.output)
     check_gradient(made, interior, found.output)
     return bind(lift, found, scores, products, v, names, interior, anchor)
+
+
+def check_free(weights: Weights, products: dict[Load, Pair], key: str) -> None:
+    """Neither the factor nor the sink may depend on the scores, nor the sink on the key. Raises Decline."""
+    if any(x in products for x in parts(weights.factor)):
+        raise Decline("the weights are multiplied by something that depends on the scores")
+    if weights.sink is not None and (key in variables(weights.sink) or any(x in products for x in parts(weights.sink))):
+        raise Decline("the normaliser adds something that depends on the scores or differs by key")
 
 
 # ----------------------------------------------------------------------------------------------------------------

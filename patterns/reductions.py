@@ -12,19 +12,15 @@ from fusecomp.ir.expr import Expr, Reduce, Var, parts
 from fusecomp.patterns.lift import Index, Lift, argument, axis, rule
 
 
-def over(lift: Lift, source: Node, dim: Any, index: Index, keepdim: bool) -> tuple[Var, Expr, int] | None:
-    """(j, source[.., j, ..], the axis) for a reduction over one axis of `source`; `index` indexes the result."""
+def over(lift: Lift, source: Node, dim: Any, index: Index, keepdim: bool) -> tuple[list[Var], Expr]:
+    """(j, source[.., j, ..]) for a reduction over one axis of `source`, several, or all; `index` indexes the result."""
     rank = len(shape(source))
-    if isinstance(dim, list | tuple):
-        if len(dim) != 1:
-            return None
-        dim = dim[0]
-    if dim is None:
-        return None
-    dim = axis(dim, rank)
-    j = lift.fresh(shape(source)[dim])
-    around = (*index[:dim], j, *index[dim + (1 if keepdim else 0) :])
-    return j, lift.lift(source, around), dim
+    dims = dim if isinstance(dim, list | tuple) else [] if dim is None else [dim]
+    summed = {axis(d, rank) for d in dims} or set(range(rank))
+    kept = [i for n, i in enumerate(index) if n not in summed] if keepdim else list(index)
+    bound = {d: lift.fresh(shape(source)[d]) for d in sorted(summed)}
+    around = tuple(bound[d] if d in bound else kept.pop(0) for d in range(rank))
+    return list(bound.values()), lift.lift(source, around)
 
 
 @rule("amax")
@@ -40,8 +36,13 @@ def summed(lift: Lift, node: Node, index: Index) -> Expr | None:
 
 
 def reduced(lift: Lift, node: Node, index: Index, op: str) -> Expr | None:
-    found = over(lift, node.args[0], argument(node, 1, "dim"), index, argument(node, 2, "keepdim", False))
-    return reduce(lift, node, op, found[0], found[1]) if found else None
+    """A reduction of what holds no score is computed once, outside."""
+    bound, e = over(lift, node.args[0], argument(node, 1, "dim"), index, argument(node, 2, "keepdim", False))
+    if not lift.holds_score(e):
+        return None
+    for j in bound:
+        e = reduce(lift, node, op, j, e)
+    return e
 
 
 def reduce(lift: Lift, node: Node, op: str, j: Var, body: Expr) -> Reduce:
@@ -64,8 +65,18 @@ def reduced_values(lift: Lift, node: Node, which: int, index: Index) -> Expr | N
 @rule("logsumexp")
 def logsumexp(lift: Lift, node: Node, index: Index) -> Expr | None:
     """log sum_j exp x[.., j, ..]"""
-    found = over(lift, node.args[0], argument(node, 1, "dim"), index, argument(node, 2, "keepdim", False))
-    return apply("log", reduce(lift, node, "sum", found[0], apply("exp", found[1]))) if found else None
+    bound, e = over(lift, node.args[0], argument(node, 1, "dim"), index, argument(node, 2, "keepdim", False))
+    return apply("log", reduce(lift, node, "sum", bound[0], apply("exp", e))) if len(bound) == 1 else None
+
+
+@rule("linalg_vector_norm", "norm")
+def norm(lift: Lift, node: Node, index: Index) -> Expr | None:
+    """sum_j |x[.., j, ..]|, the norm of order 1"""
+    dim, keepdim = argument(node, 2, "dim"), argument(node, 3, "keepdim", False)
+    if argument(node, 1, "ord", 2) not in (1, 1.0) or dim is None:
+        return None
+    bound, e = over(lift, node.args[0], dim, index, keepdim)
+    return reduce(lift, node, "sum", bound[0], apply("abs", e)) if len(bound) == 1 and lift.holds_score(e) else None
 
 
 def normalised(lift: Lift, node: Node, index: Index) -> tuple[Expr, Expr] | None:
@@ -97,5 +108,3 @@ def log_softmax(lift: Lift, node: Node, index: Index) -> Expr | None:
     """x[n] - log sum_j exp(x[j])"""
     found = normalised(lift, node, index)
     return apply("sub", found[0], apply("log", found[1])) if found else None
-
-

@@ -7,14 +7,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch.fx import Node
 
-from fusecomp.graph.facts import dtype, number, op_name, value
-from fusecomp.ir.algebra import ONE, ZERO, apply, cast, const
-from fusecomp.ir.expr import Apply, Const, Expr, dtype_kind, kind, variables
+from fusecomp.graph.facts import dtype, is_tensor, number, op_name, value
+from fusecomp.ir.algebra import ONE, ZERO, apply, cast, const, log_add_exp
+from fusecomp.ir.expr import Apply, Const, Expr, Reduce, dtype_kind, kind, parts, variables
 from fusecomp.patterns.lift import RULES, Decline, Index, Lift, argument, lift_argument, rule, runs_over_keys
+from fusecomp.patterns.reductions import reduced
+from fusecomp.patterns.rounding import HALF, absorbed, retyped, stored, truth
 
 LOG2, INF = math.log(2.0), float("inf")
 
@@ -22,11 +25,6 @@ LOG2, INF = math.log(2.0), float("inf")
 def real(e: Expr) -> Expr:
     """A truth value as 0 or 1, where arithmetic is done on it."""
     return cast(e, "int32") if kind(e) == "bool" else e
-
-
-def truth(e: Expr) -> Expr:
-    """A number as a truth value: not 0."""
-    return e if kind(e) == "bool" else apply("ne", e, ZERO if kind(e) == "int" else const(0.0))
 
 
 def arithmetic(op: str) -> Callable[..., Expr]:
@@ -62,6 +60,16 @@ def clamp(x: Expr, low: Expr | None = None, high: Expr | None = None) -> Expr:
     return x if high is None else apply("min", x, high)
 
 
+def logaddexp(x: Expr, y: Expr) -> Expr:
+    """log(exp(x) + exp(y)), where a sum that stands under a logarithm is written out: it is never computed so"""
+    match x, y:
+        case Apply("log", (t,)), _ if any(isinstance(p, Reduce) for p in parts(t)):
+            return apply("log", apply("add", t, apply("exp", y)))
+        case _, Apply("log", (t,)) if any(isinstance(p, Reduce) for p in parts(t)):
+            return apply("log", apply("add", apply("exp", x), t))
+    return log_add_exp(x, y)
+
+
 def nan_to_num(x: Expr, nan: Expr | None = None, top: Expr | None = None, low: Expr | None = None) -> Expr:
     """NaN becomes `nan`, infinities the largest finite numbers"""
     big = torch.finfo(torch.float32).max
@@ -79,6 +87,7 @@ POINTWISE: dict[str, Callable[..., Expr | None]] = {
     "div": arithmetic("div"), "true_divide": arithmetic("div"), "divide": arithmetic("div"),
     "neg": arithmetic("neg"), "negative": arithmetic("neg"), "abs": arithmetic("abs"),
     "pow": power, "square": lambda x: power(x, const(2)), "reciprocal": lambda x: apply("div", const(1.0), real(x)),
+    "logaddexp": logaddexp,
     "exp": arithmetic("exp"), "exp2": lambda x: apply("exp", apply("mul", real(x), const(LOG2))),
     "special_exp2": lambda x: apply("exp", apply("mul", real(x), const(LOG2))),
     "log": arithmetic("log"), "log2": arithmetic("log2"), "log1p": lambda x: apply("log", apply("add", x, const(1.0))),
@@ -107,7 +116,10 @@ POINTWISE: dict[str, Callable[..., Expr | None]] = {
 }  # fmt: skip
 """ATen name: the scalar it computes from the scalars of its arguments."""
 
-COSTLY = {"exp", "exp2", "log", "log2", "log1p", "pow", "sin", "cos", "erf", "tanh", "sigmoid", "silu", "sqrt", "rsqrt"}
+COSTLY = {
+    "exp", "exp2", "log", "log2", "log1p", "logaddexp", "pow", "sin", "cos", "erf", "tanh", "sigmoid", "silu", "sqrt",
+    "rsqrt",
+}  # fmt: skip
 """Lifted only where the scores are in them: of a bias, they are computed once outside and the result is loaded."""
 
 
@@ -133,13 +145,24 @@ def pointwise(name: str) -> Callable[[Lift, Node, Index], Expr | None]:
         if name == "div" and node.kwargs.get("rounding_mode"):
             return rounded_division(lift, node, index)
         args = [None if a is None else lift_argument(lift, node, a, index) for a in node.args]
+        if name in COMPARISONS and any(rounds(lift, x, e) for x, e in zip(node.args, args, strict=True)):
+            return None
         given = {ARGUMENT[k]: v for k, v in node.kwargs.items() if k in ARGUMENT and v is not None}
         e = f(*args, **{k: lift_argument(lift, node, v, index) for k, v in given.items()})
         if e is None or (name in COSTLY and not (lift.holds_score(e) or isinstance(e, Const) or constant_row(name, e))):
             return None
-        return as_dtype(e, node)
+        return stored(e, dtype(node))
 
     return lifted
+
+
+COMPARISONS = {"eq", "ne", "not_equal", "lt", "le", "gt", "ge", "less", "less_equal", "greater", "greater_equal"}
+
+
+def rounds(lift: Lift, x: Any, e: Expr | None) -> bool:
+    """Whether arithmetic of half precision, which is not repeated rounding by rounding, is about to be compared."""
+    half = is_tensor(x) and dtype(x) in HALF
+    return half and isinstance(e, Apply) and e.op in ("add", "sub", "mul", "div") and not lift.holds_score(e)
 
 
 def constant_row(name: str, e: Expr) -> bool:
@@ -157,20 +180,6 @@ def rounded_division(lift: Lift, node: Node, index: Index) -> Expr | None:
     return apply("floordiv", a, b) if floor and natural_divisor(a, b) else None
 
 
-def as_dtype(e: Expr, node: Node) -> Expr:
-    """Constants round to the dtype of the tensor they fill: -1e9 in float16 is -inf."""
-    return round_constants(e, dtype(node))
-
-
-def round_constants(e: Expr, to: str) -> Expr:
-    match e:
-        case Const(float() | int()) if dtype_kind(to) == "float" and not isinstance(e.value, bool):
-            return cast(e, to)
-        case Apply("where", (c, x, y)) if dtype_kind(to) == "float":
-            return apply("where", c, round_constants(x, to), round_constants(y, to))
-    return e
-
-
 for _name in POINTWISE:
     RULES[_name] = pointwise(_name)
 
@@ -186,28 +195,15 @@ def added(lift: Lift, node: Node, index: Index) -> Expr:
         a, b = b, a
     b = b if alpha in (ONE, const(1.0)) else apply("mul", b, alpha)
     op = "add" if "add" in op_name(node) else "sub"
-    return as_dtype((absorbed(a, b) if op == "add" and dtype(node) in HALF else None) or apply(op, a, b), node)
-
-
-HALF = ("float16", "bfloat16")
-LOST_IN = -6e4
-"""Added to this in half precision, whose numbers lie 32 apart here, a score is lost."""
-
-
-def absorbed(a: Expr, b: Expr) -> Expr | None:
-    """x + (c ? 0 : F) = c ? x : F in half precision for very negative F: what a row without a live key holds."""
-    for x, choice in ((a, b), (b, a)):
-        match choice:
-            case Apply("where", (c, Const(0 | 0.0), Const(float() as f))) if f <= LOST_IN:
-                return apply("where", c, x, const(f))
-            case Apply("where", (c, Const(float() as f), Const(0 | 0.0))) if f <= LOST_IN:
-                return apply("where", c, const(f), x)
-    return None
+    lost = absorbed(lift, a, b if op == "add" else apply("neg", b), dtype(node))
+    return stored(lost or apply(op, a, b), dtype(node))
 
 
 @rule("max", "min")
 def larger(lift: Lift, node: Node, index: Index) -> Expr | None:
-    """max(a, b) of two tensors; over an axis, `reductions` has it"""
+    """max(a, b) of two tensors; max over everything"""
+    if len(node.args) == 1 and op_name(node) == "max":
+        return reduced(lift, node, index, "max")
     if len(node.args) != 2 or not isinstance(node.args[1], Node):
         return None
     return apply("max" if "max" in op_name(node) else "min", *(lift_argument(lift, node, x, index) for x in node.args))
@@ -217,20 +213,10 @@ def larger(lift: Lift, node: Node, index: Index) -> Expr | None:
       "_autocast_to_reduced_precision", "_autocast_to_full_precision")  # fmt: skip
 def casted(lift: Lift, node: Node, index: Index) -> Expr:
     """The same value in another dtype. Kernels compute scores in float32, so roundings between float types drop out."""
-    return retyped(lift.lift(node.args[0], index), dtype(node))
-
-
-def retyped(e: Expr, to: str) -> Expr:
-    if isinstance(e, Const):
-        return cast(e, to)
-    source, target = kind(e), dtype_kind(to)
-    if target == "bool":
-        return truth(e)
-    if source == target:
-        return round_constants(e, to)
-    if source == "bool" and target == "float":
-        return apply("where", e, const(1.0), const(0.0))
-    return cast(e, "float32" if target == "float" else to)
+    e = lift.lift(node.args[0], index)
+    if dtype_kind(dtype(node)) == "int" and lift.holds_score(e):
+        raise Decline(f"scores are rounded to {dtype(node)}", node, "keep them in a floating-point dtype")
+    return retyped(e, dtype(node))
 
 
 @rule("copy")

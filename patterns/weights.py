@@ -3,23 +3,38 @@
     exp(a) / sum_j exp(a_j)              softmax(a)
     exp(a - log sum_j exp(a_j))          softmax(a)            log_softmax(a).exp(), exp(a - logsumexp(a))
     exp(a - m) / sum_j exp(a_j - m)      softmax(a)            for any m that is the same for every key
+    c exp(a) / sum_j c_j exp(a_j)        softmax(c ? a : -inf) for a choice c between 1 and 0; key-free factors cancel
     exp(a) / (exp(t) + sum_j exp(a_j))   softmax with sink t   cat([a, t]) cut off again; + 1 is t = 0
     w * softmax(a)                       a factor behind the softmax
     isnan(p) ? 0 : p                     rows that see no key give 0
+
+Numerators and the terms of sums are read in one form, u exp(a), by `exponential`.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import reduce
 
-from fusecomp.ir.algebra import ZERO, apply, const, substitute
-from fusecomp.ir.expr import Apply, Cast, Const, Expr, Reduce, Var, parts, variables
+from fusecomp.ir.algebra import ZERO, apply, const, log_add_exp, substitute
+from fusecomp.ir.expr import Apply, Cast, Const, Expr, Reduce, Var, dtype_kind, variables
 from fusecomp.ir.poly import poly
+from fusecomp.patterns.exponentials import (
+    INF,
+    choice,
+    exponential,
+    is_choice,
+    lowest,
+    reduces,
+    summands,
+    terms_of,
+    total_of,
+    unshifted,
+)  # fmt: skip
 from fusecomp.patterns.lift import Decline
 
-MOST_EXTRAS = 4
+MOST_EXTRAS = 8
 """Entries of the normaliser that are not keys: a sink is one."""
-
 
 @dataclass(frozen=True)
 class Weights:
@@ -37,15 +52,15 @@ class Weights:
 def softmax_weights(e: Expr, key: Var) -> Weights | None:
     """Read `e`, a function of `key`, as softmax weights over it; None where it is none. Raises Decline."""
     match e:
-        case Cast(x, _):
+        case Cast(x, dtype) if dtype_kind(dtype) == "float":
             return softmax_weights(x, key)
-        case Apply("div", (Apply("exp", (a,)), total)) if (found := normalised(a, total, key)):
+        case Apply("div", (x, total)) if found := normalised(x, total, key):
             return found
-        case Apply("mul", (Apply("exp", (a,)), w)) | Apply("mul", (w, Apply("exp", (a,)))) if (
-            (t := denominator(w)) is not None and (found := normalised(a, t, key))
-        ):
+        case Apply("mul", (x, y)) if found := inverted(x, y, key) or inverted(y, x, key):
             return found
-        case Apply("exp", (Apply("sub", (a, c)),)) if (found := log_normalised(a, c, key)):
+        case Apply("exp", (Apply("log", (x,)),)):
+            return softmax_weights(x, key)
+        case Apply("exp", (Apply("sub", (a, c)),)) if found := log_normalised(a, c, key):
             return found
         case Apply("mul", (x, w)) if not reduces(w):
             return scaled(softmax_weights(x, key), w)
@@ -57,10 +72,16 @@ def softmax_weights(e: Expr, key: Var) -> Weights | None:
             found = softmax_weights(x, key)
             return found and replace(found, empty_row="zero")
         case Apply("where", (c, x, Const(0 | 0.0))) if not reduces(c):
-            return scaled(softmax_weights(x, key), apply("where", c, const(1.0), const(0.0)))
+            return scaled(softmax_weights(x, key), choice(c))
         case Apply("where", (c, Const(0 | 0.0), x)) if not reduces(c):
-            return scaled(softmax_weights(x, key), apply("where", c, const(0.0), const(1.0)))
+            return scaled(softmax_weights(x, key), choice(apply("not", c)))
     return None
+
+
+def inverted(x: Expr, w: Expr, key: Var) -> Weights | None:
+    """x * (1 / total)"""
+    total = denominator(w)
+    return None if total is None else normalised(x, total, key)
 
 
 def denominator(e: Expr) -> Expr | None:
@@ -86,41 +107,72 @@ def scaled(weights: Weights | None, w: Expr) -> Weights | None:
     return None if weights is None else weights.times(w)
 
 
-def reduces(e: Expr) -> bool:
-    """Whether `e` holds a reduction (and so, here, the scores)."""
-    return any(isinstance(x, Reduce) for x in parts(e))
+# ----------------------------------------------------------------------------------------------------------------
+# u exp(a) / total
 
 
-def normalised(a: Expr, total: Expr, key: Var) -> Weights | None:
-    """exp(a) / total, where total sums exp(a) over the keys, and perhaps a few entries more."""
-    terms = list(summands(total))
+def normalised(x: Expr, total: Expr, key: Var) -> Weights | None:
+    """u exp(a) / total, where total sums u exp(a) over the keys, and perhaps a few entries more."""
+    floor, total = lowest(total)
+    terms = summands(total)
     sums = [t for t in terms if isinstance(t, Reduce) and t.op == "sum"]
-    if len(sums) != 1 or not isinstance(sums[0].body, Apply) or sums[0].body.op != "exp":
+    above, below = exponential(x), exponential(sums[0].body) if len(sums) == 1 else None
+    if above is None or below is None:
         return None
-    var, (b,) = sums[0].var, sums[0].body.operands
-    start = first_key(a, b, var, key)
+    var = sums[0].var
+    start = first_key(above.a, below.a, var, key)
     if start is None:
         return None
     extras = [t for t in terms if t is not sums[0]]
     others = outside(var.size, start, key.size)
-    if others is None or len(others) > MOST_EXTRAS:
+    if others is None or (others and below.factors):
         return None
-    extras += [apply("exp", substitute(b, {var: at})) for at in others]
-    scores, shift = unshifted(a, key)
-    return Weights(scores, sink_of(extras, shift))
+    extras += [apply("exp", substitute(below.a, {var: at})) for at in others]
+    shared = cancelled(above.factors, tuple(substitute(f, {var: apply("add", key, start)}) for f in below.factors))
+    if shared is None or (extras and not all(map(is_choice, shared[0]))) or any(reduces(f) for f in shared[1]):
+        return None
+    scores, shift = unshifted(above.a, key)
+    if floor is not None and not (floor <= 1 and not below.factors and is_largest(shift, scores, key)):
+        raise Decline(f"the normaliser is kept above {floor!r}, which may be more than the sum of the exponentials",
+                      advice="subtract each row's maximum first: the sum is then at least 1")  # fmt: skip
+    for f in shared[0]:
+        scores = live(scores, f, key)
+    return Weights(scores, sink_of(extras, shift), reduce(lambda p, q: apply("mul", p, q), shared[1], const(1.0)))
 
 
-def summands(e: Expr) -> tuple[Expr, ...]:
-    match e:
-        case Apply("add", (x, y)):
-            return (*summands(x), *summands(y))
-    return (e,)
+def is_largest(shift: Expr | None, scores: Expr, key: Var) -> bool:
+    """Whether `shift` is the largest score of the row, so that the sum of exponentials is at least exp(0)."""
+    match shift:
+        case Reduce("max", var, body):
+            return var.size == key.size and substitute(body, {var: key}) == scores
+    return False
+
+
+def cancelled(above: tuple[Expr, ...], below: tuple[Expr, ...]) -> tuple[list[Expr], list[Expr]] | None:
+    """(factors of both, factors of the numerator alone); None where the sum has one that the numerator has not."""
+    rest = list(above)
+    for f in below:
+        if f not in rest:
+            return None
+        rest.remove(f)
+    return list(below), rest
+
+
+def live(scores: Expr, f: Expr, key: Var) -> Expr:
+    """a of f exp(a) under the sum as well: a factor that is the same for every key cancels, a choice is a mask."""
+    if is_choice(f):
+        return apply("where", f.args[0], scores, const(-INF))
+    if key.name not in variables(f):
+        return scores
+    raise Decline("the exponentials are multiplied by a tensor before they are normalised",
+                  advice="add its logarithm to the scores; a mask of 0 and 1: pass it as booleans")  # fmt: skip
 
 
 def first_key(a: Expr, b: Expr, var: Var, key: Var) -> Expr | None:
     """Where the keys begin in the normalised axis: the s with b[s + key] = a."""
     extra = apply("sub", var.size, key.size)
-    for start in dict.fromkeys((ZERO, extra)):
+    few = range(min(int(extra.value), MOST_EXTRAS) + 1) if isinstance(extra, Const) and extra.value >= 0 else ()
+    for start in dict.fromkeys((ZERO, extra, *map(const, few))):
         if substitute(b, {var: apply("add", key, start)}) == a:
             return start
     return None
@@ -134,43 +186,43 @@ def outside(size: Expr, start: Expr, keys: Expr) -> list[Expr] | None:
     count = more.get((), 0)
     if count < 0 or count > MOST_EXTRAS:
         return None
-    base = keys if start == ZERO else ZERO
-    return [apply("add", base, const(k)) for k in range(count)]
+    before = apply("lt", const(0), start) == const(True)
+    return [const(k) if before and apply("lt", const(k), start) == const(True) else apply("add", keys, const(k))
+            for k in range(count)]  # fmt: skip
 
 
-def unshifted(a: Expr, key: Var) -> tuple[Expr, Expr | None]:
-    """(x, m) of a = x - m, m the same for every key and made by a reduction; softmax does not see m."""
-    match a:
-        case Apply("mul", (Apply("sub", (x, m)), c)) if key.name not in variables(m) and reduces(m) and not reduces(c):
-            return apply("mul", x, c), apply("mul", m, c)
-        case Apply("sub", (x, m)) if key.name not in variables(m) and reduces(m):
-            return x, m
-    return a, None
+# ----------------------------------------------------------------------------------------------------------------
+# What softmax does not see, and what else is in its normaliser
 
 
 def sink_of(extras: list[Expr], shift: Expr | None) -> Expr | None:
-    """The logit of the extra entries. They were shifted as the scores were. Raises Decline."""
-    if not extras:
-        return None
-    if len(extras) > 1:
-        raise Decline("the normaliser holds more than one entry that is no key")
-    match extras[0]:
-        case Apply("exp", (Apply("sub", (t, m)),)) if m == shift:
-            return t
-        case Apply("exp", (Apply("neg", (m,)),)) if m == shift:
-            return const(0.0)
-        case Apply("exp", (t,)) if shift is None and not reduces(t):
-            return t
+    """The logit of the extra entries together. They were shifted as the scores were. Raises Decline."""
+    found = [logit(x, shift) for x in extras]
+    return reduce(log_add_exp, found) if found else None
+
+
+def logit(extra: Expr, shift: Expr | None) -> Expr:
+    """t of exp(t - shift). Raises Decline."""
+    match extra:
+        case Apply("exp", (t,)):
+            terms, shifts = terms_of(t), terms_of(shift) if shift is not None else []
+            if all((-s, m) in terms for s, m in shifts):
+                rest = total_of([x for x in terms if (-x[0], x[1]) not in shifts])
+                if not reduces(rest):
+                    return rest
         case Const(float() | int() as c) if shift is None and c > 0:
             return apply("log", const(float(c)))
+        case Const():
+            reason = f"the normaliser adds {extra.value!r} to exponentials that were shifted by a reduction"
+            raise Decline(reason, advice="add it times exp(-m), m being the shift; or leave it out: the sum is above 1")
     raise Decline("the normaliser adds something that is not the exponential of a logit")
 
 
 def log_normalised(a: Expr, c: Expr, key: Var) -> Weights | None:
-    """exp(a - c) with c = log sum_j exp(a_j), or c = m + log sum_j exp(a_j - m)."""
+    """exp(a - c) with c = log sum_j exp(a_j), or c = m + log sum_j exp(a_j - m), or a sink beside either."""
     match c:
         case Apply("log", (total,)):
-            return normalised(a, total, key)
+            return normalised(apply("exp", a), total, key)
         case Apply("add", (m, Apply("log", (total,)))) | Apply("add", (Apply("log", (total,)), m)):
-            return normalised(apply("sub", a, m), total, key)
+            return normalised(apply("exp", apply("sub", a, m)), total, key)
     return None

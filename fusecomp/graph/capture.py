@@ -83,6 +83,8 @@ class Retrace(Interpreter):
         return result
 
     def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if target is torch._C._autograd._get_data_attr:  # x.data, which make_fx would bake in as a constant
+            return args[0].detach()
         result = super().call_function(target, args, kwargs)
         if target is torch.amp.autocast_mode._enter_autocast:
             self.entered[id(result)] = scope = torch.amp.autocast_mode.autocast(*args)

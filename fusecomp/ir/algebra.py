@@ -176,10 +176,19 @@ def _floordiv(a: Expr, b: Expr) -> Expr:
     match a:
         case Apply("floordiv", (x, c)):  # (x // c) // b = x // (c b)
             return apply("floordiv", x, apply("mul", c, b))
-    if is_natural(a):
+    if is_natural(a) or _is_multiple(a, b):
         return Apply("floordiv", (a, b))
     # a // b = (a - a mod b) / b, where the difference is an exact multiple of b in either rounding
     return Apply("floordiv", (from_poly(plus(poly(a), poly(_mod(a, b)), -1)), b))
+
+
+def _is_multiple(a: Expr, b: Expr) -> bool:
+    """Whether a is x - x mod b"""
+    for monomial, c in poly(a).items():
+        match monomial:
+            case (Apply("mod", (_, m)) as rest,) if c == -1 and m == b:
+                return _mod(from_poly(plus(poly(a), {monomial: 1}, 1)), b) == rest
+    return False
 
 
 def _mod(a: Expr, b: Expr) -> Expr:
@@ -206,6 +215,12 @@ def cast(x: Expr, dtype: str) -> Expr:
     if getattr(x, "dtype", None) == dtype:
         return x
     return Cast(x, dtype)
+
+
+def log_add_exp(x: Expr, y: Expr) -> Expr:
+    """log(exp(x) + exp(y)), also where one or both are -inf"""
+    top = apply("max", apply("max", x, y), const(-1e30))
+    return apply("add", top, apply("log", apply("add", *(apply("exp", apply("sub", t, top)) for t in (x, y)))))
 
 
 def substitute(e: Expr, values: dict[Expr, Expr]) -> Expr:

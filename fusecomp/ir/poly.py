@@ -99,8 +99,12 @@ def _least(factor: Expr, c: int) -> Poly:
             return {} if c >= 0 else _at_least_one(plus(poly(size), {(): 1}, -1))
         case Size():
             return {(): 1, (factor,): 1}
-        case Apply("floordiv" | "mod" | "abs") if c >= 0:
+        case Apply("abs") if c >= 0:
             return {}
+        case Apply("floordiv" | "mod", (a, _)) if c >= 0 and is_natural(a):
+            return {}
+        case Apply("mod", (_, m)) if c >= 0:  # of a negative number: Triton's has its sign
+            return _at_least_one(plus({(): 1}, poly(m), -1))
         case Apply("max", (_, Const(int(k)))) if c >= 0:
             return {(): k}
         case Apply("min", (_, Const(int(k)))) if c < 0:
@@ -109,7 +113,7 @@ def _least(factor: Expr, c: int) -> Poly:
             return {}  # an index counted from the end where it is negative: the tensor has that element
         case Apply("mod", (_, m)):
             return _at_least_one(plus(poly(m), {(): 1}, -1))
-        case Apply("floordiv", (a, Const(int(m)))) if (top := upper(a)) is not None:
+        case Apply("floordiv", (a, Const(int(m)))) if c < 0 and (top := upper(a)) is not None:
             return {(): top // m}
         case _:
             return {(): -(10**18)} if c > 0 else {(): 10**18}

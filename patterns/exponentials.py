@@ -1,0 +1,129 @@
+"""Exponentials in one form: u exp(a), the terms of a sum of them, and what softmax does not see in a."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from fusecomp.ir.algebra import apply, const
+from fusecomp.ir.expr import Apply, Cast, Const, Expr, Reduce, Var, dtype_kind, kind, parts, variables
+
+INF = float("inf")
+
+
+@dataclass(frozen=True)
+class Exponential:
+    """The product of `factors`, times exp(a)."""
+
+    a: Expr
+    factors: tuple[Expr, ...] = ()
+
+    def of(self, more: Exponential) -> Exponential:
+        return Exponential(apply("add", self.a, more.a), (*self.factors, *more.factors))
+
+
+def exponential(e: Expr) -> Exponential | None:
+    """`e` as u exp(a): products of exponentials, their powers, choices between one and 0, factors without an exp."""
+    match e:
+        case Cast(x, dtype) if dtype_kind(dtype) == "float":
+            return exponential(x)
+        case Apply("abs", (x,)) if (found := exponential(x)) and not found.factors:
+            return found
+        case Apply("exp", (Apply("log", (x,)),)):
+            return exponential(x)
+        case Apply("exp", (a,)):
+            return Exponential(a)
+        case Apply("mul", (x, y)):
+            left, right = exponential(x), exponential(y)
+            if left and right:
+                return left.of(right)
+            return with_factor(left, y) if left else with_factor(right, x)
+        case Apply("div", (x, w)):
+            return with_factor(exponential(x), apply("div", const(1.0), w))
+        case Apply("where", (c, x, Const(0 | 0.0))):
+            return with_factor(exponential(x), choice(c))
+        case Apply("where", (c, Const(0 | 0.0), x)):
+            return with_factor(exponential(x), choice(apply("not", c)))
+    return None
+
+
+def with_factor(e: Exponential | None, w: Expr) -> Exponential | None:
+    match w:
+        case Cast(c, _) if kind(c) == "bool":
+            w = choice(c)
+    return None if e is None else Exponential(e.a, (*e.factors, w))
+
+
+def choice(c: Expr) -> Expr:
+    return apply("where", c, const(1.0), const(0.0))
+
+
+def is_choice(e: Expr) -> bool:
+    """Whether `e` is 1 or 0."""
+    match e:
+        case Apply("where", (_, Const(1 | 1.0), Const(0 | 0.0))):
+            return True
+    return False
+
+
+def reduces(e: Expr) -> bool:
+    """Whether `e` holds a reduction (and so, here, the scores)."""
+    return any(isinstance(x, Reduce) for x in parts(e))
+
+
+def summands(e: Expr) -> tuple[Expr, ...]:
+    match e:
+        case Apply("add", (x, y)):
+            return (*summands(x), *summands(y))
+        case Cast(x, dtype) if dtype_kind(dtype) == "float":
+            return summands(x)
+    return (e,)
+
+
+def lowest(total: Expr) -> tuple[float | None, Expr]:
+    """(f, t) of max(t, f)"""
+    match total:
+        case Cast(x, dtype) if dtype_kind(dtype) == "float":
+            return lowest(x)
+        case Apply("max", (t, Const(float() | int() as f))):
+            return float(f), t
+    return None, total
+
+
+def terms_of(e: Expr, sign: int = 1) -> list[tuple[int, Expr]]:
+    """The signed terms of a sum."""
+    match e:
+        case Apply("add", (x, y)):
+            return terms_of(x, sign) + terms_of(y, sign)
+        case Apply("sub", (x, y)):
+            return terms_of(x, sign) + terms_of(y, -sign)
+        case Apply("neg", (x,)):
+            return terms_of(x, -sign)
+    return [(sign, e)]
+
+
+def total_of(terms: list[tuple[int, Expr]]) -> Expr:
+    """The sum of signed terms."""
+    total: Expr | None = None
+    for sign, x in sorted(terms, key=lambda t: t[0] < 0):
+        total = apply("add" if sign > 0 else "sub", total, x) if total else x if sign > 0 else apply("neg", x)
+    return total if total is not None else const(0.0)
+
+
+def unshifted(a: Expr, key: Var) -> tuple[Expr, Expr | None]:
+    """(x, m) of a = x - m, m the same for every key and made by a reduction; softmax does not see m."""
+    match a:
+        case Apply("mul", (x, c)) if key.name not in variables(c) and not reduces(c):
+            inner, m = unshifted(x, key)
+            return (a, None) if m is None else (apply("mul", inner, c), apply("mul", m, c))
+        case Apply("where", (c, x, Const(float() as f))) if f == -INF and not reduces(c):
+            inner, m = unshifted(x, key)
+            return apply("where", c, inner, const(f)), m
+        case Apply("where", (c, Const(float() as f), x)) if f == -INF and not reduces(c):
+            inner, m = unshifted(x, key)
+            return apply("where", c, const(f), inner), m
+        case Apply("add" | "sub"):
+            terms = terms_of(a)
+            shift = [(s, t) for s, t in terms if key.name not in variables(t) and reduces(t)]
+            if shift:
+                return total_of([t for t in terms if t not in shift]), total_of([(-s, t) for s, t in shift])
+    return a, None

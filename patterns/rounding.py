@@ -1,0 +1,94 @@
+"""What a tensor's dtype does to its values, where it matters to the mathematics.
+
+float32 -> bfloat16     nothing: kernels compute scores in float32, and rounding them is noise
+constant -> float16     the constant rounded: -1e9 becomes -inf
+n -> bfloat16           the integer rounded, where it may be above 256: a position then equals its neighbour
+n -> uint8              n mod 256
+s + m in float16        m, where m is so negative that s is lost in it
+"""
+
+from __future__ import annotations
+
+from fusecomp.ir.algebra import ZERO, apply, cast, const
+from fusecomp.ir.expr import Apply, Cast, Const, Expr, Load, dtype_kind, kind, parts
+from fusecomp.ir.poly import upper
+from fusecomp.patterns.lift import Lift
+
+HALF = ("float16", "bfloat16")
+LOST_IN = -6e4
+"""Added to this in half precision, whose numbers lie 32 apart here, a score is lost."""
+WHOLE = {"bfloat16": 2**8, "float16": 2**11}
+"""Up to here every integer is a number of that dtype."""
+WRAPS = {"uint8": (0, 2**8), "int8": (2**7, 2**8), "int16": (2**15, 2**16)}
+"""dtype: (offset, range) of integers that wrap around within a mask's reach."""
+
+
+def truth(e: Expr) -> Expr:
+    """A number as a truth value: not 0."""
+    return e if kind(e) == "bool" else apply("ne", e, ZERO if kind(e) == "int" else const(0.0))
+
+
+def retyped(e: Expr, to: str) -> Expr:
+    """`e` as a number of dtype `to`."""
+    if isinstance(e, Const):
+        return wrapped(cast(e, to), to)
+    if isinstance(e, Cast) and e.dtype == "float32" and kind(e.x) == "int" and to in HALF:
+        e = e.x
+    source, target = kind(e), dtype_kind(to)
+    if target == "bool":
+        return truth(e)
+    if source == target:
+        return stored(e, to)
+    if source == "bool" and target == "float":
+        return apply("where", e, const(1.0), const(0.0))
+    if source == "int" and target == "float":
+        return cast(e, to if to in WHOLE and not within(e, WHOLE[to]) else "float32")
+    return wrapped(cast(e, "int32" if to in WRAPS else to), to)
+
+
+def within(e: Expr, most: int) -> bool:
+    """Whether |e| <= most, provably."""
+    return all((top := upper(x)) is not None and top <= most for x in (e, apply("neg", e)))
+
+
+def stored(e: Expr, to: str) -> Expr:
+    """The result of an operation in dtype `to`: constants are rounded, small integers wrap around."""
+    match e:
+        case Const(float() | int()) if dtype_kind(to) == "float" and not isinstance(e.value, bool):
+            return cast(e, to)
+        case Apply("where", (c, x, y)) if dtype_kind(to) == "float" or to in WRAPS:
+            return apply("where", c, stored(x, to), stored(y, to))
+    return wrapped(e, to)
+
+
+def wrapped(e: Expr, to: str) -> Expr:
+    """((e + o) mod n) - o, for integers of fewer than 32 bits"""
+    if to not in WRAPS or kind(e) != "int":
+        return e
+    offset, n = (const(x) for x in WRAPS[to])
+    return apply("sub", apply("mod", apply("add", e, offset), n), offset)
+
+
+def absorbed(lift: Lift, a: Expr, b: Expr, to: str) -> Expr | None:
+    """x + (c ? 0 : F) = c ? x : F in half precision for very negative F: what a row without a live key holds.
+
+    What may be that negative only at run time is asked: m <= F ? m : x + m.
+    """
+    if to not in HALF:
+        return None
+    for x, m in ((a, b), (b, a)):
+        match m:
+            case Apply("where", (c, Const(0 | 0.0), Const(float() as f))) if f <= LOST_IN:
+                return apply("where", c, x, const(f))
+            case Apply("where", (c, Const(float() as f), Const(0 | 0.0))) if f <= LOST_IN:
+                return apply("where", c, const(f), x)
+    for x, m in ((a, b), (b, a)):
+        if to == "float16" and lift.holds_score(x) and not lift.holds_score(m) and may_absorb(m):
+            return apply("where", apply("le", m, const(LOST_IN)), m, apply("add", x, m))
+    return None
+
+
+def may_absorb(m: Expr) -> bool:
+    """Whether `m` is a tensor of masks, or arithmetic with the fill of one."""
+    fills = (x for x in parts(m) if isinstance(x, Const) and isinstance(x.value, float))
+    return isinstance(m, Load) or any(abs(x.value) >= -LOST_IN for x in fills)

@@ -1,0 +1,272 @@
+"""Ways of writing the softmax that divide, shift, mask or round by hand."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from corpus.table import FULL, INF, Table, places, qkv, scores, square
+from torch import Tensor
+
+CASES = Table()
+HALF = (torch.float16,)
+
+
+def masked(d: Any) -> list[Tensor]:
+    return [*qkv(d), d.keep()]
+
+
+def with_sinks(d: Any) -> list[Tensor]:
+    return [*qkv(d), d(3, 4)]
+
+
+# ----------------------------------------------------------------------------------------------------------------
+# Numerators and denominators
+
+
+@CASES.fuse()
+def greatest_of_all_scores(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    s = scores(q, k)
+    e = torch.exp(s - s.max())
+    return (e / e.sum(-1, keepdim=True)) @ v
+
+
+@CASES.fuse()
+def greatest_of_each_head(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    s = scores(q, k)
+    e = torch.exp(s - s.amax((-2, -1), keepdim=True).detach())
+    return (e @ v) / e.sum(-1, keepdim=True)
+
+
+@CASES.fuse()
+def shift_above_the_greatest(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    s = scores(q, k)
+    e = torch.exp(s - (s.amax(-1, keepdim=True) + 1.0))
+    return (e / e.sum(-1, keepdim=True)) @ v
+
+
+@CASES.fuse()
+def normalize_after_max(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    s = scores(q, k)
+    return F.normalize((s - s.amax(-1, keepdim=True)).exp(), p=1.0, dim=-1) @ v
+
+
+@CASES.fuse()
+def denominator_kept_from_zero(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    s = scores(q, k)
+    e = (s - s.amax(-1, keepdim=True)).exp()
+    return (e @ v) / e.sum(-1, keepdim=True).clamp_min(1e-6)
+
+
+@CASES.fuse()
+def square_of_a_half(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    e = (scores(q, k) / 2).exp().square()
+    return (e / e.sum(-1, keepdim=True)) @ v
+
+
+@CASES.fuse()
+def out_of_the_logarithm(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return scores(q, k).softmax(-1).log().exp() @ v
+
+
+@CASES.fuse()
+def normalised_twice(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    p = scores(q, k).softmax(-1)
+    return (p / p.sum(-1, keepdim=True)) @ v
+
+
+@CASES.fuse(masked)
+def weights_masked_and_renormalised(q: Tensor, k: Tensor, v: Tensor, keep: Tensor) -> Tensor:
+    p = scores(q, k).softmax(-1) * keep
+    return (p / p.sum(-1, keepdim=True)) @ v
+
+
+@CASES.fuse(masked)
+def exponentials_masked(q: Tensor, k: Tensor, v: Tensor, keep: Tensor) -> Tensor:
+    s = scores(q, k)
+    e = (s - s.amax(-1, keepdim=True)).exp().masked_fill(~keep, 0.0)
+    return (e / e.sum(-1, keepdim=True)) @ v
+
+
+@CASES.fuse(masked)
+def exponentials_times_mask_over_one_more(q: Tensor, k: Tensor, v: Tensor, keep: Tensor) -> Tensor:
+    e = scores(q, k).exp() * keep.to(q.dtype)
+    return (e @ v) / (e.sum(-1, keepdim=True) + 1)
+
+
+@CASES.fuse(with_sinks, grad=(0, 1, 2, 3))
+def four_sinks_in_front(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor) -> Tensor:
+    s = scores(q, k)
+    s = torch.cat([sinks[None, :, None].expand(2, 3, s.shape[2], 4), s], -1)
+    return s.softmax(-1)[..., 4:] @ v
+
+
+@CASES.fuse()
+def sinks_on_both_sides(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    s = scores(q, k)
+    one = s.new_ones(*s.shape[:-1], 1)
+    return torch.cat([one, s, -one], -1).softmax(-1)[..., 1:-1] @ v
+
+
+@CASES.fuse(with_sinks, grad=(0, 1, 2, 3))
+def two_sinks_as_terms(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor) -> Tensor:
+    e = scores(q, k).exp()
+    a, b = sinks[:, 0, None, None], sinks[:, 1, None, None]
+    return (e / (e.sum(-1, keepdim=True) + a.exp() + b.exp())) @ v
+
+
+@CASES.fuse(with_sinks, grad=(0, 1, 2, 3))
+def sink_in_the_logarithm(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor) -> Tensor:
+    s = scores(q, k)
+    return (s - torch.logaddexp(s.logsumexp(-1, keepdim=True), sinks[:, :1, None])).exp() @ v
+
+
+@CASES.decline(masked, "the exponentials are multiplied by a tensor before they are normalised")
+def exponentials_times_a_tensor(q: Tensor, k: Tensor, v: Tensor, keep: Tensor) -> Tensor:
+    e = scores(q, k).exp() * keep.to(q.dtype).cos()
+    return (e / e.sum(-1, keepdim=True)) @ v
+
+
+@CASES.decline(qkv, "the weights are multiplied by something that depends on the scores")
+def weights_times_scores(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    s = scores(q, k)
+    return (s.softmax(-1) * s) @ v
+
+
+@CASES.decline(lambda d: [*qkv(d), d(8)], "the normaliser adds something that depends on the scores or differs by key")
+def denominator_differs_by_key(q: Tensor, k: Tensor, v: Tensor, w: Tensor) -> Tensor:
+    e = scores(q, k).exp()
+    return (e / (e.sum(-1, keepdim=True) + (k @ w)[:, :, None].exp())) @ v
+
+
+@CASES.decline(lambda d: [*qkv(d), d(21)], "each score depends on others through a reduction", grad=(0, 1, 2, 3))
+def shift_scaled_by_key(q: Tensor, k: Tensor, v: Tensor, t: Tensor) -> Tensor:
+    s = scores(q, k)
+    return ((s - s.amax(-1, keepdim=True)) * t).softmax(-1) @ v
+
+
+# ----------------------------------------------------------------------------------------------------------------
+# Where the gradient stops. Only of the shift may it be stopped without a difference
+
+
+@CASES.fuse()
+def queries_detached(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return scores(q.detach(), k).softmax(-1) @ v
+
+
+@CASES.fuse()
+def values_as_data(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return scores(q, k).softmax(-1) @ v.data
+
+
+@CASES.fuse()
+def keys_transposed_without_gradient(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    with torch.no_grad():
+        kt = k.transpose(-2, -1)
+    return (q @ kt).softmax(-1) @ v
+
+
+@CASES.fuse(lambda d: [*qkv(d), d(2, 3, 13, 21)], grad=(0, 1, 2, 3))
+def bias_detached(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Tensor:
+    return (scores(q, k) + bias.detach()).softmax(-1) @ v
+
+
+@CASES.fuse()
+def shift_without_gradient(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    s = scores(q, k)
+    with torch.no_grad():
+        m = s.amax(-1, keepdim=True)
+    e = (s - m).exp()
+    return (e / e.sum(-1, keepdim=True)) @ v
+
+
+@CASES.fuse(note="left to eager in training")
+def scores_detached(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return scores(q, k).detach().softmax(-1) @ v
+
+
+@CASES.fuse(note="left to eager in training")
+def weights_without_gradient(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    with torch.no_grad():
+        p = scores(q, k).softmax(-1)
+    return p @ v
+
+
+@CASES.fuse(note="left to eager in training")
+def denominator_detached(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    e = scores(q, k).exp()
+    return (e / e.sum(-1, keepdim=True).detach()) @ v
+
+
+# ----------------------------------------------------------------------------------------------------------------
+# Integers and floating-point numbers that are not what they seem
+
+
+@CASES.fuse(square)
+def bytes_wrap_around(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    i, j = (x.to(torch.uint8) for x in places(q, k))
+    return scores(q, k).masked_fill(i - j > 5, -INF).softmax(-1) @ v
+
+
+@CASES.fuse(square)
+def signed_bytes_wrap_around(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    i, j = places(q, k)
+    return scores(q, k).masked_fill((i.to(torch.int8) * 20 < j) & (i != j), -INF).softmax(-1) @ v
+
+
+@CASES.fuse(square)
+def negative_number_as_a_byte(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    i, j = places(q, k)
+    return scores(q, k).masked_fill((i - j).to(torch.uint8) > 5, -INF).softmax(-1) @ v
+
+
+@CASES.fuse(square)
+def quotients_of_negative_numbers(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    i, j = places(q, k)
+    return scores(q, k).masked_fill((i - j) // 4 < -1, -INF).softmax(-1) @ v
+
+
+@CASES.fuse(square)
+def remainders_of_negative_numbers(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    i, j = places(q, k)
+    return scores(q, k).masked_fill((i - j) % 3 == 1, -INF).softmax(-1) @ v
+
+
+@CASES.fuse(lambda d: square(d, 300, heads=1, batch=1), note="bfloat16 has no 257")
+def positions_in_bfloat16(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    i, j = (x.to(torch.bfloat16) for x in places(q, k))
+    return scores(q, k).masked_fill(j > i, -INF).softmax(-1) @ v
+
+
+@CASES.fuse(square, dtypes=HALF, grad=(), note="a row without a key forgets its scores: -65504 + s is -65504")
+def least_float16_in_the_graph(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    least = torch.finfo(q.dtype).min
+    mask = torch.full((21, 21), least, dtype=q.dtype)
+    mask[:15, :3] = 0
+    return (scores(q, k) + mask).softmax(-1) @ v
+
+
+@CASES.fuse(masked, dtypes=HALF, grad=())
+def least_float16_times_a_mask(q: Tensor, k: Tensor, v: Tensor, keep: Tensor) -> Tensor:
+    live = keep.to(q.dtype) * (torch.arange(13) != 4)[:, None].to(q.dtype)
+    return (scores(q, k) - (1 - live) * -torch.finfo(q.dtype).min).softmax(-1) @ v
+
+
+@CASES.decline(square, "scores are rounded to int32", dtypes=FULL)
+def scores_as_integers(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return (scores(q, k) * 4).to(torch.int32).to(q.dtype).softmax(-1) @ v
+
+
+@CASES.fuse(lambda d: [*qkv(d), d.keep(2, 21)])
+def lengths_counted_from_the_padding(q: Tensor, k: Tensor, v: Tensor, live: Tensor) -> Tensor:
+    keep = torch.arange(k.shape[2]) < live.sum(-1)[:, None]
+    return scores(q, k).masked_fill(~keep[:, None, None], -INF).softmax(-1) @ v
+
+
+@CASES.fuse(lambda d: [*(x[0].transpose(0, 1) for x in square(d)), d.ints(0, 4, 11, 21)])
+def documents_counted_from_their_ends(q: Tensor, k: Tensor, v: Tensor, ends: Tensor) -> Tensor:
+    i = torch.arange(len(q))
+    mine = (i[:, None] >= ends[1:]).sum(-1)
+    s = torch.einsum("qhd,khd->hqk", q, k).masked_fill(mine[:, None] != mine, -INF)
+    return torch.einsum("hqk,khd->qhd", s.softmax(-1), v)
