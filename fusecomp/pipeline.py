@@ -93,7 +93,7 @@ def compile_match(module: GraphModule, match: Match, options: Options) -> Entry:
     try:
         if loses_gradient(match):
             return replace(base, status="declined", reason=LOST)
-        if options.lowering == "auto" and library.takes(match, sizes):
+        if options.lowering == "auto" and not options.batch_invariant and library.takes(match, sizes):
             taken = handed_over(match, sizes, options, base)
             if taken is not None:
                 return taken

@@ -102,6 +102,10 @@ class Options:
         "nan", _one_of(*EMPTY_ROWS), 'a query that sees no key gives "nan", as softmax does, or "zero"'
     )
 
+    batch_invariant: bool = _option(
+        False, _flag, "a request's result depends on no other request, bit by bit: generated kernels cut its keys alike"
+    )
+
     @classmethod
     def parse(cls, options: Mapping[str, object] | None = None, mode: str | None = None) -> Options:
         """Options from what torch.compile passes on. Raises OptionError, saying what is accepted."""

@@ -11,6 +11,9 @@ from kernels import Interpreter, agree, tiles
 from torch import Tensor
 
 from fusecomp.codegen.emit import emit
+from fusecomp.planning import plan as planning
+from fusecomp.planning.device import find
+from fusecomp.planning.plan import alone, fixed_share
 from fusecomp.planning.tile import TilePlan
 
 REGION = paged("float32", d=16)
@@ -82,3 +85,14 @@ def run(interpreter: Interpreter, args: list[Tensor], tile: TilePlan, region: ob
     source = emit(region, tile)  # type: ignore[arg-type]
     found = sizes(args)
     return interpreter.run(source, torch.full_like(args[0], 9.0), args, [found[s] for s in REGION.sizes])
+
+
+def test_plans_that_no_other_request_decides() -> None:
+    """The same tile and share for one short request and for many long ones."""
+    plans = set()
+    for b, m, n in ((1, 1, 112), (64, 1, 4096), (7, 3, 100_000)):
+        tile = fixed_share(planning.plan(REGION, alone(REGION, {"B": b, "H": 8, "M": m, "N": n}), find("h200")))
+        plans.add(replace(tile, cost=None, rejected=()))
+    (only,) = plans
+    assert only.skeleton == "decode"
+    assert only.share * only.block_n == 512

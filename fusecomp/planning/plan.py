@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import lru_cache, partial
 from itertools import product
 from typing import Any
@@ -26,6 +26,9 @@ from fusecomp.planning.workload import Workload
 
 DECODE_ROWS, DECODE_KEYS = 16, 256
 """At most so many queries, and at least so many keys: the keys are split over programs."""
+ALONE_QUERIES, ALONE_KEYS = 4096, 1 << 16
+SHARE_KEYS = 512
+"""Keys of a share where shares may not depend on other requests: 128 of them for a context of 64 k."""
 SPILL_LIMIT = 64
 """Registers over the limit that a tile may need and still be tried; each costs time (`cost.spill_s`)."""
 TIE = 0.01
@@ -103,6 +106,18 @@ def tiles(workload: Workload, device: Device | None = None, budget: int | None =
 def table(ranked: tuple[Row, ...]) -> list[dict[str, Any]]:
     """Rows as plain numbers and words, for printing and for JSON."""
     return [{**asdict(row.tile), "skeleton": row.skeleton, **asdict(row.cost), "reason": row.reason} for row in ranked]
+
+
+def alone(region: AttentionRegion, sizes: Mapping[str, int]) -> dict[str, int]:
+    """Lengths to plan at where neither the other requests nor how long they are may decide: one request, many keys."""
+    first = [v.name.upper() for v in region.batch[:1]]
+    few = sizes["M"] <= DECODE_ROWS
+    return {**sizes, **dict.fromkeys(first, 1), "M": DECODE_ROWS if few else ALONE_QUERIES, "N": ALONE_KEYS}
+
+
+def fixed_share(tiles: TilePlan) -> TilePlan:
+    """The plan with shares of so many keys, whatever else is in the launch."""
+    return replace(tiles, share=max(1, SHARE_KEYS // tiles.block_n)) if tiles.skeleton == "decode" else tiles
 
 
 def coarse(sizes: Mapping[str, int]) -> tuple[tuple[str, int], ...]:

@@ -22,7 +22,7 @@ from fusecomp.patterns.build import Match
 from fusecomp.patterns.masks import hiding
 from fusecomp.planning.backward import backward_plan
 from fusecomp.planning.device import current
-from fusecomp.planning.plan import plan
+from fusecomp.planning.plan import alone, fixed_share, plan
 from fusecomp.planning.tile import TilePlan
 from fusecomp.running import cache, cpu
 from fusecomp.running.inputs import example_of
@@ -70,8 +70,8 @@ def lower(
         with contextlib.suppress(PlanError):
             tiles = plan(region, sizes)
         return Lowered(f"{region.key}-cpu", cpu.lower(region), "cpu", tiles)
-    tiles = planned(match, sizes)
-    if options.tune > 1 and device.type == "cuda":
+    tiles = planned(match, sizes, options.batch_invariant)
+    if options.tune > 1 and device.type == "cuda" and not options.batch_invariant:
         run = trial(match, sizes, device)
         tiles = tuned(region, sizes, options.tune, run, machine(device), described(match, tiles))
     if not learned:
@@ -89,12 +89,14 @@ def masked(match: Match) -> Match:
     return replace(match, region=hiding(match.region))
 
 
-def planned(match: Match, sizes: Mapping[str, int]) -> TilePlan:
+def planned(match: Match, sizes: Mapping[str, int], batch_invariant: bool = False) -> TilePlan:
     """The plan of a region whose K and V lie as they do in the graph."""
+    if batch_invariant:
+        sizes = alone(match.region, sizes)
     tiles = plan(match.region, sizes)
     if tiles.loads == "descriptor" and not described(match, tiles):
-        return plan(match.region, sizes, describable=False)
-    return tiles
+        tiles = plan(match.region, sizes, describable=False)
+    return fixed_share(tiles) if batch_invariant else tiles
 
 
 def described(match: Match, tiles: TilePlan) -> bool:
