@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -10,10 +11,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from paging import DV, HKV, D, cache_of, dense, filled, holds, more, run
+from paging import BLOCK, DV, HKV, D, H, cache_of, dense, filled, holds, more, run
+from torch import Tensor
+from torch._inductor.utils import run_and_get_code
 
 from fusecomp.errors import OptionError, OutOfBlocks, SequenceError
 from fusecomp.paged import PagedKVCache
+from fusecomp.paged.attention import write
 
 
 def test_step_tensors_stay_where_they_are() -> None:
@@ -50,6 +54,33 @@ def test_writing_is_in_place_and_unused_places_write_nothing() -> None:
     changed = (cache.keys[0] != whole).flatten(2).any(-1)[: cache.dump].sum()
     assert changed == 3
     assert not cache.keys[0][cache.null].any()
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="Inductor needs a C++ compiler")
+def test_inductor_keeps_one_copy_of_the_pages() -> None:
+    cache = cache_of()
+    more(cache, seqs := filled(cache), (1, 1, 1))
+    step = cache.step(list(seqs), columns=1, rows=5)
+
+    def in_place(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        cache.write(0, k, v, step)
+        return cache.attend(0, q, step)
+
+    def copied(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        keys = cache.keys[0].clone()
+        write(keys, k, step.slot_mapping)
+        return keys
+
+    def allocates_pages(fn: Callable[..., Tensor]) -> bool:
+        q, k, v = (torch.randn(5, 1, h, d) for h, d in ((H, D), (HKV, D), (HKV, DV)))
+        with torch.no_grad():
+            out, (code,) = run_and_get_code(torch.compile(fn, backend="fusecomp", options={"strict": True}), q, k, v)
+            torch.testing.assert_close(out[:3], fn(q, k, v)[:3])
+        made = [line for line in code.splitlines() if "= empty_strided" in line]
+        return any(f"(({n}, " in line for n in (cache.dump + 1, (cache.dump + 1) * BLOCK) for line in made)
+
+    assert allocates_pages(copied)
+    assert not allocates_pages(in_place)
 
 
 def test_a_step_of_a_sequence_that_has_nothing_pending() -> None:

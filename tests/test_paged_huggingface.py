@@ -151,6 +151,20 @@ def test_a_full_cache_is_an_error_that_changes_nothing() -> None:
     assert cache.pages.allocator.free == 7
 
 
+def test_a_reservation_that_fails_gives_back_what_was_reserved() -> None:
+    model = model_of("llama")
+    expected = generate(model, own(model))
+    cache = paged(model, num_blocks=15)
+    cache.early_initialization(3, 2, 16, torch.float32, torch.device("cpu"))
+    cache.reserve(3, 60)
+    with pytest.raises(OutOfBlocks):
+        cache.reserve(3, 96)
+    other = cache.rows.pages(torch.device("cpu")).add()
+    cache.rows.pages(torch.device("cpu")).append(other, 32)
+    assert torch.equal(generate(model, cache), expected)
+    assert not {*cache.pages.table(other)} & {b for seq in cache.rows.seqs for b in cache.pages.table(seq)}
+
+
 def test_what_it_cannot_hold_is_told() -> None:
     model = model_of("llama")
     cache = paged(model)

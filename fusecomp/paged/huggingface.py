@@ -57,7 +57,7 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[misc]
         attention.write(self.keys, key_states.transpose(1, 2), slots)
         attention.write(self.values, value_states.transpose(1, 2), slots)
         width = self.rows.width(self.length)
-        table = self.rows.table[:, : -(-width // self.rows.block_size)]
+        table = self.rows.table_of(width)
         k, v = (pages[table].flatten(1, 2)[:, :width].transpose(1, 2) for pages in (self.keys, self.values))
         return k, v
 
@@ -110,6 +110,7 @@ class Rows:
         except OutOfBlocks:
             for seq in self.seqs:
                 self._pages.truncate(seq, length)
+            self.room = 0  # what was reserved ahead is given back
             raise
         self._pages.flush()
         tables = [self._pages.table(seq) for seq in self.seqs]
@@ -141,6 +142,11 @@ class Rows:
     def width(self, length: int) -> int:
         """Keys that a layer hands out: all there may be, as a graph needs, or those that an operator should gather."""
         return self.places * self.block_size if torch.compiler.is_compiling() else length
+
+    def table_of(self, width: int) -> Tensor:
+        """The part of the table that leads to so many keys."""
+        assert self.table is not None
+        return self.table[:, : -(-width // self.block_size)]
 
     def choose(self, parents: Iterable[int], length: int) -> None:
         """Row i becomes a copy of row parents[i]: blocks are shared until the next write."""

@@ -129,6 +129,8 @@ class BlockTables:
         last, inside = divmod(held.length, self.block_size)
         splits = count > 0 and inside > 0 and self.allocator.refs[held.blocks[last]] > 1
         more = max(0, self._blocks_of(held.length + count) - len(held.blocks))
+        if not more + splits:
+            return
         taken = self.allocator.take(more + splits, f"reserve: sequence {seq} ({held.length} tokens, {count} more)")
         if splits:
             self._copy(held.blocks[last], taken[0])
