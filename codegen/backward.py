@@ -3,8 +3,7 @@
     source = emit_backward(region, backward_plan(region))
     launch(grads, out, grad_out, lse, tensors, sizes)
 
-`lse` is what `emit(region, plan, saves_lse=True)` saved: log sum exp(S) of each query with its sink, in natural units,
--inf where a query saw no key.
+`lse` is what `emit(region, plan, saves_lse=True)` saved, as codegen/logsumexp.py says.
 """
 
 from __future__ import annotations
@@ -32,6 +31,7 @@ from fusecomp.codegen.base2 import LOG2E
 from fusecomp.codegen.document import kernel_name, title
 from fusecomp.codegen.emit import RESERVED, require_free_names
 from fusecomp.codegen.launcher import unspecialised, wrapped
+from fusecomp.codegen.logsumexp import saved
 from fusecomp.codegen.memory import fixed_loads, query_tiles, tile_pointers
 from fusecomp.codegen.philox import IN_TRITON
 from fusecomp.codegen.program import batch_axes, columns, edge_loop, full_range, key_range, query_rows
@@ -44,12 +44,12 @@ from fusecomp.ir.region import AttentionRegion
 from fusecomp.planning.backward import BackwardPlan
 from fusecomp.planning.tile import TilePlan
 
-VERSION = 1
+VERSION = 2
 """Part of every key: raise it when the same region and plan give another kernel."""
 
 OWN = frozenset({
     "m", "first_row", "query", "k_row", "k_tiles", "k_start", "k_last", "q_begin", "q_end", "member", "lse", "delta",
-    "logit", "d_p", "d_score", "d_logit", "grads", "grad", "grad_out", "row_products", "query_gradient",
+    "log_sum", "logit", "d_p", "d_score", "d_logit", "grads", "grad", "grad_out", "row_products", "query_gradient",
     "key_gradients", "weight",
 })  # fmt: skip
 """What the backward skeletons call their own variables, beside `RESERVED`."""
@@ -93,7 +93,7 @@ def emit_backward(region: AttentionRegion, plan: BackwardPlan) -> BackwardSource
             "constants": constants(frame, kernels),
             "kernels": kernels,
             "out_axes": ", ".join(region.out_axes),
-            "lse_axes": ", ".join([*(v.name for v in region.batch), region.q_idx.name]),
+            "lse_axes": ", ".join([*(v.name for v in (*region.batch, region.q_idx)), *map(str, saved(region))]),
             "launcher": backward_launch(frames, params),
             "selfcheck": backward_selfcheck(region),
         },

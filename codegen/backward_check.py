@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from fusecomp.codegen.backward_frame import roles
+from fusecomp.codegen.logsumexp import saved
 from fusecomp.codegen.sample import sample
 from fusecomp.codegen.selfcheck import INTERPRETED, ON_GPU, dense
 from fusecomp.codegen.skeletons import fill
@@ -57,9 +58,12 @@ def backward_selfcheck(region: AttentionRegion) -> list[str]:
     *values, result = parts["output"]
     logits = "s" if region.sink is None else "torch.cat([s, sink], dim=-1)"
     lse = f"lse = torch.logsumexp({logits}, dim=-1)"
+    if saved(region):
+        most = f"most = {logits}.amax(dim=-1)"
+        lse = f"{most}\nlse = torch.stack([most, torch.logsumexp({logits} - most[..., None], dim=-1)], dim=-1)"
     holes = {
         **parts,
-        "output": [*values, lse, f"{result}, lse"],
+        "output": [*values, *lse.splitlines(), f"{result}, lse"],
         "where": INTERPRETED if "bfloat16" not in narrow else ON_GPU,
         "sizes": ", ".join(str(found.sizes[name]) for name in region.sizes),
         "tensors": [f"{t}," for t in found.tensors],

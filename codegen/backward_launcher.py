@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from fusecomp.codegen.backward_frame import GradientFrame, covers, roles
 from fusecomp.codegen.backward_keys import axis_size
 from fusecomp.codegen.launcher import argument, outer_sizes, unpacked, wrapped
+from fusecomp.codegen.logsumexp import saved
 from fusecomp.codegen.printer import triton_text
 from fusecomp.planning.tile import TilePlan
 
@@ -68,7 +69,7 @@ def backward_launch(frames: dict[str, GradientFrame], params: dict[str, list[str
         "        if grad is not None:",
         "            grad.zero_()",
         "    return",
-        "delta = torch.empty_like(lse)",
+        f"delta = torch.empty_like({'lse[..., 0].contiguous()' if saved(region) else 'lse'})",
     ]
     block = TilePlan("", DELTA_ROWS, 0, (), (), 4, 1)
     lines += call("row_products", query_grid(queries, DELTA_ROWS), params["row_products"], block, 4, 1)

@@ -44,12 +44,15 @@ def mask(frame: GradientFrame, tests: Sequence[Expr], names: dict[Expr, str]) ->
 
 
 def row_values(frame: GradientFrame, where: str, tests: str) -> Lines:
-    """lse and delta of the queries, lse in the unit of the exponent; infinite where a row takes no part."""
+    """lse and delta of the queries, lse in the unit of the exponent; infinite where a row takes no part. Where it was
+    saved in two, it is the maximum, and log_sum is what lies above."""
     gone, zero = (f', mask={tests}, other=float("inf")', f", mask={tests}, other=0.0") if tests else ("", "")
-    unit = "" if frame.exponent.natural else " * LOG2E"
+    natural = frame.exponent.natural
+    unit, at = ("", f"2 * ({where})") if natural else (" * LOG2E", where)
     empty = 'lse = tl.where(lse == float("-inf"), float("inf"), lse)  # a row that saw no key takes no part'
     return [
-        f"lse = tl.load(lse_ptr + {where}{gone}){unit}",
+        f"lse = tl.load(lse_ptr + {at}{gone}){unit}",
+        *([f"log_sum = tl.load(lse_ptr + {at} + 1{zero}) * LOG2E"] if natural else []),
         *([empty] if frame.may_be_empty else []),
         f"delta = tl.load(delta_ptr + {where}{zero})",
     ]
@@ -60,7 +63,7 @@ def probabilities(frame: GradientFrame, rows: str) -> Lines:
     e = frame.exponent
     factor = " * SCALE" if e.scale != 1.0 else ""
     body = f"{logit(frame)}{factor} - lse{rows}"
-    return [f"p = tl.exp2({f'({body}) * LOG2E' if e.natural else body})"]
+    return [f"p = tl.exp2({f'({body}) * LOG2E - log_sum{rows}' if e.natural else body})"]
 
 
 def weights(frame: GradientFrame) -> Lines:

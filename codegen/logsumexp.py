@@ -1,11 +1,14 @@
 """What a forward kernel saves for its backward: lse = log sum exp(S) of each query, the sink included.
 
-Float32 [batch axes, M], contiguous, in natural units; -inf where a query saw no key, NaN where a score was NaN.
+Float32 [batch axes, M], contiguous, in natural units; -inf where a query saw no key, NaN where a score was NaN. Where
+scores may hold a fill, such as finfo.min, [batch axes, M, 2]: the maximum, and log sum exp(S - maximum), which a sum of
+the two would lose.
 """
 
 from __future__ import annotations
 
-from fusecomp.codegen.frame import Frame
+from fusecomp.codegen.base2 import exponent
+from fusecomp.codegen.frame import Frame, merged
 from fusecomp.codegen.printer import triton_text
 from fusecomp.codegen.program import stored_rows
 from fusecomp.errors import KernelError
@@ -24,19 +27,31 @@ def require_lse(frame: Frame) -> None:
         raise KernelError("rows that see no key average over all of them: no log-sum-exp describes them exactly")
 
 
+def saved(region: AttentionRegion) -> tuple[int, ...]:
+    """The dimensions of what is saved after [batch axes, M]."""
+    moving = frozenset(v.name for v in (region.q_idx, region.kv_idx, region.dv, *(p.d for p in region.products)))
+    return (2,) if exponent(merged(region.score), moving).natural else ()
+
+
 def store_lse(frame: Frame) -> Lines:
-    """lse = row_max + log(row_sum), from the unit of the row maximum."""
-    natural = frame.exponent.natural
-    value = "row_max + tl.log(row_sum)" if natural else "(row_max + tl.log2(row_sum)) / LOG2E"
+    """lse = row_max + log(row_sum), from the unit of the row maximum; or the two."""
     head = f"(outer * PACK + {frame.member.name})" if frame.member else "outer"
-    return [
-        f"lse_rows = {head} * {triton_text(frame.q_idx.size, frame.names)} + q_start + q_row",
-        f"tl.store(lse_ptr + lse_rows, ({value})[:, None], mask={stored_rows(frame)})",
-    ]
+    lines = [f"lse_rows = {head} * {triton_text(frame.q_idx.size, frame.names)} + q_start + q_row"]
+    stored = stored_rows(frame)
+    if frame.exponent.natural:
+        return [
+            *lines,
+            "log_sum = tl.log(tl.where(row_sum == 0.0, 1.0, row_sum))",
+            f"tl.store(lse_ptr + 2 * lse_rows, row_max[:, None], mask={stored})",
+            f"tl.store(lse_ptr + 2 * lse_rows + 1, log_sum[:, None], mask={stored})",
+        ]
+    value = "(row_max + tl.log2(row_sum)) / LOG2E"
+    return [*lines, f"tl.store(lse_ptr + lse_rows, ({value})[:, None], mask={stored})"]
 
 
 def sample_lse(region: AttentionRegion, sizes: dict[str, int]) -> str:
     """Memory for the lse of a file's sample."""
     known: dict[Expr, Expr] = {Size(name): Const(n) for name, n in sizes.items()}
-    shape = ", ".join(str(substitute(v.size, known)) for v in (*region.batch, region.q_idx))
+    rows = [substitute(v.size, known) for v in (*region.batch, region.q_idx)]
+    shape = ", ".join(map(str, (*rows, *saved(region))))
     return f"lse = torch.empty([{shape}], dtype=torch.float32)"

@@ -42,6 +42,7 @@ from fusecomp.codegen.backward_launcher import learned
 from fusecomp.codegen.compiled import cross_compile
 from fusecomp.codegen.derivative import d_score
 from fusecomp.codegen.emit import emit
+from fusecomp.codegen.logsumexp import saved
 from fusecomp.errors import KernelError
 from fusecomp.ir.algebra import apply
 from fusecomp.ir.expr import Const, Expr
@@ -83,7 +84,7 @@ def agree(
 
     lengths = [sizes[name] for name in region.sizes]
     batch = [sizes[str(v.size)] if str(v.size) in sizes else int(str(v.size)) for v in (*region.batch, region.q_idx)]
-    lse = torch.full(batch, 123.0)
+    lse = torch.full([*batch, *saved(region)], 123.0)
     held = torch.empty(out.shape, dtype=grad_out.dtype)
     inputs = [poisoned(x) for x in args]
     got, *_, lse = interpreter.launch(emit(region, tiles(region), saves_lse=True), held, inputs, lengths, lse)

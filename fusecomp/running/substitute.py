@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
+from fusecomp.codegen.logsumexp import saved
 from fusecomp.codegen.source import KernelSource
 from fusecomp.graph.learning import carry
 from fusecomp.patterns.build import Match
@@ -42,7 +43,7 @@ def substitute(
         if source is not None and source.plan.visits == "table":
             tensors.append(table_node(match.output, source, tensors, lambda name: length(match.sizes[name])))
         dtype = getattr(torch, region.out_dtype)
-        rows = [length(match.sizes[v.name.upper()]) for v in region.batch] + [length(match.sizes["M"])]
+        rows = [length(match.sizes[v.name.upper()]) for v in region.batch] + [length(match.sizes["M"]), *saved(region)]
         saves = operation == "attention_and_lse"
         args = (tensors, sizes, shape, list(region.out_order), *([rows] if saves else []), dtype, key)
         called = graph.call_function(getattr(torch.ops.fusecomp, operation).default, args)

@@ -16,6 +16,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from fusecomp.codegen.logsumexp import saved
 from fusecomp.ir.reference import evaluate
 from fusecomp.ir.region import AttentionRegion, extent
 from fusecomp.patterns.build import Match
@@ -127,7 +128,7 @@ def example(match: Match, sizes: Mapping[str, int], device: torch.device) -> tup
 
 def log_sums(match: Match, sizes: Mapping[str, int], device: torch.device) -> Tensor:
     """Memory for the log-sum-exp of each row."""
-    rows = [*(sizes[v.name.upper()] for v in match.region.batch), sizes["M"]]
+    rows = [*(sizes[v.name.upper()] for v in match.region.batch), sizes["M"], *saved(match.region)]
     return torch.empty(rows, dtype=torch.float32, device=device)
 
 
