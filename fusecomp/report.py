@@ -211,6 +211,7 @@ def plan_text(plan: TilePlan) -> str:
     parts = [plan.skeleton, f"tile {plan.block_m} x {plan.block_n} (Br x Bc)"]
     parts += [f"{plan.warps} {_plural('warp', plan.warps)}", f"{plan.stages} {_plural('stage', plan.stages)}"]
     parts += [f"{plan.pack} query heads in a tile"] * (plan.pack > 1)
+    parts += ["tiles of keys by a table of the mask's data"] * (plan.visits == "table")
     others = f"; {len(plan.rejected)} other {_plural('tile', len(plan.rejected))} considered" if plan.rejected else ""
     return ", ".join(parts) + others
 

@@ -12,8 +12,10 @@ from typing import Any
 import pytest
 import torch
 from golden_kernels import GOLDEN
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from kernels import Interpreter, agree, tiles
-from regions import B, H, M, N, age, attention, b, causal, filled, h, kv_idx, load, q_idx, scaled_score
+from regions import B, H, M, N, age, attention, b, causal, dropout, filled, h, kv_idx, load, q_idx, scaled_score
 from test_codegen import normal, qkv
 from torch import Tensor
 
@@ -152,6 +154,27 @@ def test_masks_together(interpreter: Interpreter) -> None:
     agree(interpreter, region, [*qkv(16), mask, labels, normal(3) / 8], SIZES, by_table(region))
     assert data.added(region) == (load(0, q_idx, kv_idx),)
     assert data.axes(region) == (b,)
+
+
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.integers(0, 2**31), st.integers(1, 50), st.integers(1, 80), st.sampled_from([1, 7, 16, 40]), st.booleans())
+def test_any_mask(interpreter: Interpreter, seed: int, m: int, n: int, block: int, added: bool) -> None:
+    """Random masks in blocks of any size: rows without keys, runs, holes and single keys among them."""
+    draw = torch.Generator().manual_seed(seed)
+    coarse = torch.rand(1 + m // block, 1 + n // block, generator=draw)
+    keep = (coarse < torch.rand((), generator=draw)).repeat_interleave(block, 0).repeat_interleave(block, 1)[:m, :n]
+    args = [torch.randn(1, 1, x, 16, generator=draw) for x in (m, n, n)]
+    region, mask = keeps(q_idx, kv_idx), keep
+    if added:
+        region, mask = adds(q_idx, kv_idx), torch.zeros(m, n).masked_fill(~keep, -INF)
+    agree(interpreter, region, [*args, mask], {"B": 1, "H": 1, "M": m, "N": n}, by_table(region), tolerance=1e-5)
+
+
+def test_dropped_weights(interpreter: Interpreter) -> None:
+    """A weight's place decides whether it is dropped, however its tile was found."""
+    region = dropout(keeps(q_idx, kv_idx), 0.3)
+    args = [*qkv(16), KEEP["holes"], torch.tensor(12345)]
+    agree(interpreter, region, args, SIZES, by_table(region))
 
 
 @pytest.mark.parametrize("empty", ["nan", "zero"])
