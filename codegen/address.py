@@ -9,7 +9,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from dataclasses import dataclass
 
 from fusecomp.codegen.printer import Names, triton_text
@@ -35,17 +35,23 @@ class Address:
     rows: Poly
 
 
-def address(operand: str, index: tuple[Expr, ...], vectors: frozenset[str], starting: frozenset[str]) -> Address:
+def address(
+    operand: str, index: tuple[Expr, ...], vectors: frozenset[str], starting: frozenset[str],
+    each: Set[Expr] = frozenset(), whole: Set[Expr] = frozenset(),
+) -> Address:  # fmt: skip
     """Sort the monomials of sum_i index_i stride_i. `vectors` names the indices that vary inside the tile, `starting`
-    those of them whose tile does not begin at 0."""
+    those of them whose tile does not begin at 0. Other values may differ for `each` key, or be a `whole` tile's."""
     total: Expr = Const(0)
     for dim, e in enumerate(index):
         total = apply("add", total, apply("mul", e, stride(operand, dim)))
     found = Address({}, {}, {}, {})
     for monomial, c in poly(total).items():
         moving = [f for f in monomial if variables(f) & vectors]
-        if not moving:
-            found.base[monomial] = c
+        held = {x for f in monomial for x in parts(f)}
+        if held & each or (moving and held & whole):
+            found.rows[monomial] = c
+        elif not moving:
+            (found.start if held & whole else found.base)[monomial] = c
         elif len(moving) == 1 and isinstance(moving[0], Var):
             found.offsets[monomial] = c
             if moving[0].name in starting:

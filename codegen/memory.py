@@ -6,6 +6,7 @@ from collections.abc import Iterable
 
 from fusecomp.codegen.address import Address, address, at_tile, sum_text
 from fusecomp.codegen.frame import Chunk, Frame
+from fusecomp.codegen.pages import KEY, looked_up, of_each_key, paged_address, place
 from fusecomp.codegen.printer import Names, triton_dtype, triton_text
 from fusecomp.errors import KernelError
 from fusecomp.ir.expr import Expr, Load, Var, parts, variables
@@ -119,34 +120,46 @@ def _operand_pointers(
     lines = [f"{stem}_base = {' + '.join([f'{a.operand}_ptr', *_sum(frame, found.base)])}"]
     keys, columns = ("n[:, None]", "[None, :]") if keys_first else ("n[None, :]", "[:, None]")
     for c in chunks:
-        places = frame.names.having({frame.kv_idx: keys, d: f"{c.d}{columns}"})
+        places = frame.names.having({frame.kv_idx: keys, place(frame): keys, d: f"{c.d}{columns}"})
         lines.append(f"{stem}_offsets{c.part} = {sum_text(found.offsets, places, wide=False)}")
     return lines
 
 
 def key_address(frame: Frame, a: Access, d: Var) -> Address:
     """Where K and V lie, as a function of kv_idx and d."""
-    found = address(a.operand, _only(frame, a, frame.kv_idx, d), frame.moving, frozenset({frame.kv_idx.name}))
+    found = paged_address(frame, a.operand, _only(frame, a, frame.kv_idx, d))
     if any(d.name in variables(f) for monomial in found.rows for f in monomial):
         raise KernelError(f"{a} mixes {frame.kv_idx.name} and {d.name} in one coordinate: no kernel reads so")
     return found
 
 
+def key_names(frame: Frame) -> Names:
+    """Of the keys of a tile and of what is looked up for them."""
+    return frame.names.having({frame.kv_idx: "kv", **{x: x.tensor for x in looked_up(frame).values()}})
+
+
+def tile_start(frame: Frame, a: Address) -> Lines:
+    """Where a tile of keys begins: nothing, or a number."""
+    found = at_tile(a.start, {frame.kv_idx: KEY})
+    return [sum_text(found, key_names(frame), True, frame.batch_names | {KEY.name})] if found else []
+
+
 def row_loads(frame: Frame, edge: bool) -> Lines:
-    """What the addresses of K and V look up for a tile of keys: table_rows [BLOCK_N]."""
-    names = frame.names.having({frame.kv_idx: "kv", **{x: name for name, x in frame.addressed.tiles}})
+    """What the addresses of K and V look up for a tile of keys: table_rows [BLOCK_N], or one for all of them."""
+    names, each = key_names(frame), of_each_key(frame)
     lines = []
     for name, x in frame.addressed.tiles:
-        a = address(x.tensor, x.index, frame.moving, frozenset({frame.kv_idx.name}))
-        start = at_tile(a.start, {frame.kv_idx: Var("key", frame.kv_idx.size)})
+        a = paged_address(frame, x.tensor, x.index)
         own = names.having({frame.kv_idx: "n"})
         pointer = [
             f"{x.tensor}_ptr",
-            *_sum(frame, {**a.base, **start}),
+            *_sum(frame, a.base),
+            *tile_start(frame, a),
             *([sum_text(a.offsets, own, wide=False)] if a.offsets else []),
             *([sum_text(a.rows, names, wide=True)] if a.rows else []),
         ]
-        lines.append(f"{name} = tl.load({' + '.join(pointer)}{', mask=live, other=0' if edge else ''})")
+        mask = ", mask=live, other=0" if edge and looked_up(frame)[x] in each else ""
+        lines.append(f"{name} = tl.load({' + '.join(pointer)}{mask})")
     return lines
 
 
@@ -170,16 +183,14 @@ def _loads(
 ) -> Lines:
     found = key_address(frame, a, d)
     keys, columns = ("[:, None]", "[None, :]") if keys_first else ("[None, :]", "[:, None]")
-    start = at_tile(found.start, {frame.kv_idx: Var("key", frame.kv_idx.size)})
     lines = []
     if found.rows:
-        names = frame.names.having({frame.kv_idx: "kv", **{x: name for name, x in frame.addressed.tiles}})
-        lines.append(f"{stem}_rows = {sum_text(found.rows, names, wide=True)}")
+        lines.append(f"{stem}_rows = {sum_text(found.rows, key_names(frame), wide=True)}")
     for c in chunks:
         tests = [f"live{keys}"] * edge + [f"({c.d}{columns} < {c.limit})"] * bool(c.limit)
         mask = f", mask={' & '.join(tests)}, other=0.0" if tests else ""
         rows = [f"{stem}_rows{keys}"] if found.rows else []
-        pointer = " + ".join([f"{stem}_base", *_sum(frame, start), *rows, f"{stem}_offsets{c.part}"])
+        pointer = " + ".join([f"{stem}_base", *tile_start(frame, found), *rows, f"{stem}_offsets{c.part}"])
         shape = f"[BLOCK_N, {c.size}]" if keys_first else f"[{c.size}, BLOCK_N]"
         lines.append(f"{stem}_tile{c.part} = tl.load({pointer}{mask}){cast}  # {shape}")
     return lines

@@ -20,19 +20,19 @@ REGION = paged("float32", d=16)
 WILD = 1_000_000_007
 
 
-def requests(*lengths: int, m: int = 1) -> list[Tensor]:
+def requests(*lengths: int, m: int = 1, page: int = 16) -> list[Tensor]:
     """Pages in random order. What lies past a length is NaN, and its entries in the table are no pages."""
-    held = [-(-n // 16) for n in lengths]
+    held = [-(-n // page) for n in lengths]
     order = torch.randperm(sum(held) + 3, dtype=torch.int32)
     table, first = torch.full((len(lengths), 8), WILD, dtype=torch.int32), 0
-    pools = [torch.full((sum(held) + 3, 16, 2, 16), float("nan")) for _ in range(2)]
+    pools = [torch.full((sum(held) + 3, page, 2, 16), float("nan")) for _ in range(2)]
     for row, n, pages in zip(table, lengths, held, strict=True):
         row[:pages] = order[first : first + pages]
         first += pages
         for pool in pools:
             flat = pool[row[:pages].long()].flatten(0, 1)
             flat[:n] = torch.randn(n, 2, 16)
-            pool[row[:pages].long()] = flat.view(pages, 16, 2, 16)
+            pool[row[:pages].long()] = flat.view(pages, page, 2, 16)
     return [torch.randn(len(lengths), 8, m, 16), *pools, table, torch.tensor(lengths, dtype=torch.int32)]
 
 
@@ -58,6 +58,15 @@ def test_requests_of_any_length(interpreter: Interpreter, name: str, share: int)
     """Pages past a length are never read; a request without keys gives NaN, as softmax over nothing does."""
     args = requests(*LENGTHS[name])
     agree(interpreter, REGION, args, sizes(args), plan(share))
+
+
+@pytest.mark.parametrize("page", [1, 8, 12, 32, 128])
+def test_pages_of_any_size(interpreter: Interpreter, page: int) -> None:
+    """Pages that divide a tile of 16 keys, pages that it divides, and neither: 12."""
+    region, n = paged("float32", page, d=16), min(8 * page, 128)
+    args = requests(n, 1, n // 2, 0, page=page)
+    source = agree(interpreter, region, args, {**sizes(args), "N": 8 * page}, plan())
+    assert ("kv % 12" in source.text) == (page == 12)
 
 
 def test_several_queries_in_several_tiles(interpreter: Interpreter) -> None:
