@@ -10,6 +10,7 @@ kernel that only reads as many bytes. Peers: eager and Inductor on the same func
 from __future__ import annotations
 
 import argparse
+import inspect
 import json
 import statistics
 from collections.abc import Callable, Sequence
@@ -23,6 +24,7 @@ import triton
 import triton.language as tl
 from kernels import machine
 from torch import Tensor
+from torch.nn.attention.flex_attention import flex_attention
 
 import fusecomp
 
@@ -160,6 +162,33 @@ def gathered(x: Inputs) -> Run:
     return lambda: attend(x.q, k, v, enable_gqa=True)
 
 
+def flex(x: Inputs) -> Run:
+    """FlexAttention, its decoding kernel autotuned, on dense K and V."""
+    k, v = (pool[x.table].flatten(1, 2).transpose(1, 2).contiguous() for pool in (x.k_pool, x.v_pool))
+    attend = torch.compile(flex_attention, dynamic=False, mode="max-autotune-no-cudagraphs")
+    return lambda: attend(x.q, k, v, enable_gqa=True)
+
+
+def varlen(x: Inputs) -> Run:
+    """PyTorch's own attention over pages, where the installed one has it."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    b, _, m, _ = x.q.shape
+    starts = torch.arange(0, (b + 1) * m, m, dtype=torch.int32, device="cuda")
+    most, q = int(x.lengths.max()), x.q.transpose(1, 2).flatten(0, 1)
+    given: dict[str, Any] = {"window_size": (-1, 0), "enable_gqa": True, "seqused_k": x.lengths, "block_table": x.table}
+    attend = partial(varlen_attn, q, x.k_pool, x.v_pool, starts, None, m, most, **given)
+    return lambda: attend().unflatten(0, (b, m)).transpose(1, 2)
+
+
+def has_paged_varlen() -> bool:
+    try:
+        from torch.nn.attention.varlen import varlen_attn
+    except ImportError:
+        return False
+    return "block_table" in inspect.signature(varlen_attn).parameters
+
+
 def measure(case: Case, slow: bool) -> list[dict[str, Any]]:
     torch.manual_seed(0)
     torch._dynamo.reset()
@@ -169,20 +198,27 @@ def measure(case: Case, slow: bool) -> list[dict[str, Any]]:
     peers: dict[str, Callable[[Inputs], Run]] = {"fusecomp": lambda x: lambda: fast(*x.all)}
     if len(set(case.lengths)) == 1 and case.queries == 1:
         peers["sdpa on gathered keys"] = gathered
+    if has_paged_varlen():
+        peers["varlen_attn"] = varlen
     if slow:
         inductor = torch.compile(decode, dynamic=False)
+        peers["flex on gathered keys"] = flex
         peers |= {"inductor": lambda x: lambda: inductor(*x.all), "eager": lambda x: lambda: decode(*x.all)}
     rows = [{"case": case.name, "impl": "floor", "us": floor_us(case.bytes)}]
     checked = {r: exact(sets[0], r) for r in {0, len(case.lengths) - 1}}
     for name, peer in peers.items():
-        first = peer(sets[0])()
+        try:
+            first = peer(sets[0])()
+        except RuntimeError as problem:
+            rows.append({"case": case.name, "impl": name, "error": f"{type(problem).__name__}: {str(problem)[:120]}"})
+            continue
         off = max(float((first[r].double() - e[0]).norm() / e.norm()) for r, e in checked.items())
         row: dict[str, Any] = {"case": case.name, "impl": name, "relative_error": off}
         rows.append(row)
         if not off < 0.02:
             row["error"] = "not timed: the result is off"
             continue
-        used = sets if name not in ("inductor", "eager") else sets[:1]
+        used = sets[:1] if name in ("inductor", "eager") or name.startswith("flex") else sets
         row["us"] = replayed([peer(x) for x in used])
         row["tb_s"] = case.bytes / row["us"] / 1e6
         row["of_floor"] = rows[0]["us"] / row["us"]
