@@ -50,7 +50,7 @@ def test_attention_over_pages_is_attention(form: str, variant: str) -> None:
     holds(cache, seqs)
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("variant", [v if v == "all" else pytest.param(v, marks=pytest.mark.slow) for v in VARIANTS])
 @pytest.mark.parametrize("form", FORMS)
 def test_the_backend_reads_the_pages(form: str, variant: str, monkeypatch: pytest.MonkeyPatch) -> None:
     cache = cache_of()
