@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 import logging
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -15,7 +15,8 @@ import torch
 from torch.fx import GraphModule
 
 from fusecomp.graph.capture import HIGHER_ORDER, placeholder_values
-from fusecomp.graph.modes import in_their_modes
+from fusecomp.graph.facts import copy_of
+from fusecomp.graph.modes import Modes, in_their_modes
 from fusecomp.pipeline import Compilation, compile_graph, unread
 from fusecomp.planning.device import current, live
 from fusecomp.report import Report
@@ -55,7 +56,7 @@ def _inductor(mode: str | None) -> Callable[[GraphModule, Sequence[Any]], Callab
 
 def rewritten(gm: GraphModule, values: Sequence[Any], options: Options) -> GraphModule:
     """`gm` with its attentions fused, those in the bodies of higher-order operators too."""
-    rewrite_bodies(gm, options)
+    gm = with_bodies(gm, options)
     try:
         done = compile_graph(gm, values, options)
     except Exception as error:
@@ -68,15 +69,33 @@ def rewritten(gm: GraphModule, values: Sequence[Any], options: Options) -> Graph
     return done.module
 
 
-def rewrite_bodies(gm: GraphModule, options: Options) -> None:
-    """Fuse inside activation checkpoints, conditionals and the like: their bodies are graphs of their own."""
+def with_bodies(gm: GraphModule, options: Options) -> GraphModule:
+    """`gm`, or a copy with attention fused inside activation checkpoints, conditionals and the like: their bodies are
+    graphs of their own."""
+    fused: dict[str, GraphModule] = {}
+    for name, modes in bodies(gm).items():
+        body = getattr(gm, name)
+        values = placeholder_values(body)
+        if len(modes) == 1 and all(v is not None for v in values):
+            with modes.pop().entered():
+                fused[name] = rewritten(body, values, options)
+    if all(new is getattr(gm, name) for name, new in fused.items()):
+        return gm
+    copy = copy_of(gm)
+    for name, new in fused.items():
+        setattr(copy, name, new)
+    return copy
+
+
+def bodies(gm: GraphModule) -> dict[str, set[Modes]]:
+    """The graphs that operators of `gm` run, and the modes that each is run in."""
+    found: dict[str, set[Modes]] = defaultdict(set)
     for node, modes in in_their_modes(gm.graph):
         for argument in node.all_input_nodes if isinstance(node.target, HIGHER_ORDER) else ():
-            body = getattr(gm, str(argument.target), None) if argument.op == "get_attr" else None
-            values = placeholder_values(body) if isinstance(body, GraphModule) else [None]
-            if all(v is not None for v in values):
-                with modes.inside(node).entered():
-                    setattr(gm, str(argument.target), rewritten(body, values, options))
+            held = argument.op == "get_attr" and getattr(gm, str(argument.target), None)
+            if isinstance(held, GraphModule):
+                found[str(argument.target)].add(modes.inside(node))
+    return found
 
 
 def tell(done: Compilation) -> None:

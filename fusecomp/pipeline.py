@@ -28,7 +28,7 @@ from fusecomp.patterns.attention import Declined, recognise
 from fusecomp.patterns.build import Match
 from fusecomp.patterns.dropout import put_back as unseed
 from fusecomp.patterns.dropout import seed_dropouts
-from fusecomp.patterns.sdpa import PLAIN, plain_calls, put_back, write_out
+from fusecomp.patterns.sdpa import plain_calls, put_back, write_out
 from fusecomp.report import Entry
 from fusecomp.running import library
 from fusecomp.running.lower import Lowered, lower, real_tensors
@@ -39,6 +39,7 @@ from fusecomp.running.verify import Verdict, verify
 from fusecomp.settings import Options
 
 log = logging.getLogger(__name__)
+DEVICES = ("cpu", "cuda")
 
 
 @dataclass(frozen=True)
@@ -88,6 +89,8 @@ def compile_match(module: GraphModule, match: Match, options: Options) -> Entry:
     base = Entry(0, "fallback", region.origin, region.source, region, sizes)
     if options.lowering == "off":
         return replace(base, status="declined", reason="the option lowering is off")
+    if device_of(match).type not in DEVICES:
+        return replace(base, status="declined", reason=f"there is no kernel for tensors on {device_of(match).type}")
     if options.empty_rows == "zero":
         match = replace(match, region=replace(region, empty_row="zero"))
     try:
@@ -216,9 +219,9 @@ def declined(found: Declined) -> Entry:
 
 def plain_sdpa(module: GraphModule) -> Iterator[Entry]:
     """SDPA calls that PyTorch's own kernels run."""
-    for node in plain_calls(module):
+    for node, why in plain_calls(module):
         at = place(node)
-        yield Entry(0, "declined", at.where, at.source, reason=PLAIN)
+        yield Entry(0, "declined", at.where, at.source, reason=why)
 
 
 def unread(gm: GraphModule, error: Exception, status: str = "fallback") -> Compilation:

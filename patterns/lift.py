@@ -133,6 +133,7 @@ class Lift:
         if e is not None:
             return e
         if isinstance(x, Node) and op_name(x) in ("item", "_local_scalar_dense"):
+            self.visited.add(x)
             return self.lift(x.args[0], (ZERO,) * len(shape(x.args[0])))
         raise Decline("a scalar argument is not a number that can be followed", x if isinstance(x, Node) else None)
 

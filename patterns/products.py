@@ -98,13 +98,20 @@ def as_product(lift: Lift, found: Found, load: Load, count: int) -> Pair | None:
         spec, left, right, rows = spec.swapped(), right, left, rows[::-1]
     if "kv_idx" in rows[0] or rows[1] != {"kv_idx"}:
         return None
-    if d.size.value > MOST_D:  # type: ignore[attr-defined]
-        raise Decline(f"head size {d.size} is above {MOST_D}", node)
+    check_head(int(length), "head size", node)
     q_idx, kv_idx = found.index("q_idx"), found.index("kv_idx")
     place_of = lift.facts.position[node]
     q = operand(lift, spec.left, left, q_idx, d, place_of)
     k = operand(lift, spec.right, right, kv_idx, d, place_of)
     return Pair(q, k, d, product_dtype(dtype(node), q.dtype, k.dtype, node))
+
+
+def check_head(size: int, what: str, node: Node) -> None:
+    """Raise Decline where no kernel is made for heads so wide, or for empty ones."""
+    if size > MOST_D:
+        raise Decline(f"{what} {size} is above {MOST_D}", node)
+    if not size:
+        raise Decline(f"{what} 0", node)
 
 
 def side(at: dict[str, Expr], axes: str) -> tuple[Expr, ...]:
@@ -133,8 +140,7 @@ def value_access(lift: Lift, found: Found, keep: tuple[Expr, ...]) -> Load:
         raise Decline(f"products in {dtype(found.product)} have no kernel", found.product)
     letter = next(a for a, v in found.axes.items() if v.name == "dv")
     size = dv.size.value if isinstance(dv.size, Const) else specialised(spec, letter)
-    if size > MOST_D:
-        raise Decline(f"value head size {size} is above {MOST_D}", found.product)
+    check_head(int(size), "value head size", found.product)
     fixed = Var("dv", const(int(size)))
     index = tuple(fixed if a == letter else found.axes.get(a, ZERO) for a in spec.right_axes)
     return values(lift, spec.right, index, found.index("kv_idx"), fixed, lift.facts.position[found.product], keep)

@@ -35,6 +35,15 @@ def summed(lift: Lift, node: Node, index: Index) -> Expr | None:
     return reduced(lift, node, index, "sum")
 
 
+@rule("any")
+def some(lift: Lift, node: Node, index: Index) -> Expr | None:
+    """any_j x[.., j, ..] of scores; of anything else, a tensor that is read"""
+    if len(node.args) < 2 and "dim" not in node.kwargs:
+        return None
+    found = reduced(lift, node, index, "any")
+    return found if isinstance(found, Reduce) and lift.holds_score(found.body) else None
+
+
 def reduced(lift: Lift, node: Node, index: Index, op: str) -> Expr | None:
     """A reduction of what holds no score is computed once, outside."""
     bound, e = over(lift, node.args[0], argument(node, 1, "dim"), index, argument(node, 2, "keepdim", False))

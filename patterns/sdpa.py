@@ -3,12 +3,14 @@
     SDPA(Q, K, V, mask, p) = dropout(softmax(scale * Q K^T + mask), p) V,   a query whose mask is all False gives 0
 
 Only calls that PyTorch's own flash kernels do not run are written out: those with a mask, and with dropout on a CPU.
+What a mask and is_causal mean together depends on the kernel that PyTorch chooses, so such a call is its own too.
 """
 
 from __future__ import annotations
 
 import contextlib
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -21,6 +23,7 @@ from fusecomp.patterns.lift import argument
 
 CALL = "scaled_dot_product_attention"
 PLAIN = "PyTorch's own flash kernels run a scaled_dot_product_attention call that has no mask tensor"
+BOTH = "a scaled_dot_product_attention call with a mask tensor and is_causal, whose meaning depends on PyTorch's kernel"
 
 
 @dataclass(frozen=True)
@@ -56,10 +59,12 @@ def definition(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, how: How) -
     return torch.matmul(weights.to(v.dtype), v)
 
 
-def plain(call: Node) -> bool:
-    """Whether PyTorch's own flash kernels run an SDPA call: without a mask tensor, and on a CPU without dropout."""
-    drops_on_cpu = How.of(call).p != 0 and value(call).device.type == "cpu"
-    return argument(call, 3, "attn_mask") is None and not drops_on_cpu
+def plain(call: Node) -> str:
+    """Why PyTorch's own kernels run an SDPA call: it has no mask tensor, and on a CPU no dropout. "" for another."""
+    how = How.of(call)
+    if argument(call, 3, "attn_mask") is not None:
+        return BOTH if how.causal else ""
+    return "" if how.p != 0 and value(call).device.type == "cpu" else PLAIN
 
 
 def calls(module: GraphModule) -> list[Node]:
@@ -67,9 +72,9 @@ def calls(module: GraphModule) -> list[Node]:
     return [n for n in module.graph.nodes if op_name(n) == CALL]
 
 
-def plain_calls(module: GraphModule) -> list[Node]:
-    """The SDPA calls that stay as they are."""
-    return [n for n in calls(module) if plain(n)]
+def plain_calls(module: GraphModule) -> Iterator[tuple[Node, str]]:
+    """The SDPA calls that stay as they are, and why."""
+    return ((n, plain(n)) for n in calls(module) if plain(n))
 
 
 def write_out(module: GraphModule) -> dict[Node, Node]:

@@ -72,7 +72,7 @@ def expanded(lift: Lift, node: Node, index: Index) -> Expr:
 @rule("repeat_interleave", moves=True)
 def repeat_interleaved(lift: Lift, node: Node, index: Index) -> Expr | None:
     """y[.., i, ..] = x[.., i // r, ..]"""
-    times, dim = number(node.args[1]), argument(node, 2, "dim")
+    times, dim = number(argument(node, 1, "repeats")), argument(node, 2, "dim")
     if times is None or dim is None:
         return None
     return lift.lift(node.args[0], replaced(index, axis(dim, len(index)), lambda i: apply("floordiv", i, times)))

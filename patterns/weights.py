@@ -7,6 +7,7 @@
     exp(a) / (exp(t) + sum_j exp(a_j))   softmax with sink t   cat([a, t]) cut off again; + 1 is t = 0
     w * softmax(a)                       a factor behind the softmax
     isnan(p) ? 0 : p                     rows that see no key give 0
+    any_j (a_j != -inf) ? softmax(a) : 0 the same
 
 Numerators and the terms of sums are read in one form, u exp(a), by `exponential`.
 """
@@ -35,6 +36,7 @@ from fusecomp.patterns.lift import Decline
 
 MOST_EXTRAS = 8
 """Entries of the normaliser that are not keys: a sink is one."""
+
 
 @dataclass(frozen=True)
 class Weights:
@@ -71,6 +73,9 @@ def softmax_weights(e: Expr, key: Var) -> Weights | None:
         case Apply("where", (Apply("isnan", (x,)), Const(0 | 0.0), y)) if within(y) == x:
             found = softmax_weights(x, key)
             return found and replace(found, empty_row="zero")
+        case Apply("where", (c, Const(0 | 0.0), x)) if no_score_is_live(c, x, key):
+            found = softmax_weights(x, key)
+            return found and replace(found, empty_row="zero")
         case Apply("where", (c, x, Const(0 | 0.0))) if not reduces(c):
             return scaled(softmax_weights(x, key), choice(c))
         case Apply("where", (c, Const(0 | 0.0), x)) if not reduces(c):
@@ -82,6 +87,14 @@ def inverted(x: Expr, w: Expr, key: Var) -> Weights | None:
     """x * (1 / total)"""
     total = denominator(w)
     return None if total is None else normalised(x, total, key)
+
+
+def no_score_is_live(c: Expr, x: Expr, key: Var) -> bool:
+    """c = not any_j (a_j != -inf), where x = exp(a) / sum_j exp(a_j): what F.scaled_dot_product_attention becomes."""
+    match c, x:
+        case Apply("not", (Reduce("any", j, live),)), Apply("div", (Apply("exp", (a,)), _)):
+            return live == apply("not", apply("eq", substitute(a, {key: j}), const(-INF)))
+    return False
 
 
 def denominator(e: Expr) -> Expr | None:

@@ -16,9 +16,10 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.autograd import grad_mode
-from torch.fx import Graph, GraphModule, Interpreter, Node
+from torch.fx import Graph, GraphModule, Interpreter, Node, Proxy
 from torch.fx import traceback as fx_traceback
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx, track_tensor_tree
+from torch.fx.node import base_types
 from torch.utils import _pytree as pytree
 
 from fusecomp.errors import CaptureError
@@ -28,6 +29,8 @@ from fusecomp.graph.levels import written_out
 SOFTMAX_WORDS = ("softmax", "softmin", "exp", "scaled_dot_product", "multi_head_attention")
 HIGHER_ORDER = torch._ops.HigherOrderOperator
 INFERENCE = (grad_mode._enter_inference_mode, grad_mode._exit_inference_mode)
+KNOWN = (Proxy, type(None), *base_types)
+"""What make_fx can write as an argument of a call; anything else is made again by the call that made it."""
 KEPT = "fusecomp_kept"
 """In the meta of calls that are no tensor operations."""
 
@@ -111,10 +114,11 @@ class Retrace(Interpreter):
     def recorded(self, n: Node) -> Any:
         """What stands for the value of `n` in the record."""
         held = self.env[n]
-        if not isinstance(held, torch.nn.Module):
+        if isinstance(held, torch.nn.Module):
+            tracer().root.add_module(str(n.target), held)
+        elif n.op != "call_function" or all(isinstance(x, KNOWN) for x in pytree.tree_leaves(held)):
             return pytree.tree_map(tracer().unwrap_proxy, held)
-        tracer().root.add_module(str(n.target), held)
-        return tracer().create_proxy("get_attr", n.target, (), {})
+        return tracer().create_proxy(n.op, n.target, n.args, n.kwargs)
 
 
 def tracer() -> Any:

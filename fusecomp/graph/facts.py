@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.fx import Graph, Node
+from torch.fx import Graph, GraphModule, Node
 
 from fusecomp.ir.algebra import apply, const
 from fusecomp.ir.expr import Cast, Const, Expr, Size
@@ -68,6 +68,16 @@ def op_name(node: Node) -> str:
 def value(node: Any) -> Any:
     """The fake tensor, symbolic number or tuple that a node stands for."""
     return node.meta.get("val") if isinstance(node, Node) else node
+
+
+def copy_of(gm: GraphModule) -> GraphModule:
+    """Another graph with the same nodes, over the same submodules and tensors."""
+    graph = Graph()
+    graph.output(graph.graph_copy(gm.graph, {}))
+    graph.set_codegen(gm.graph._codegen)
+    made = GraphModule(gm, graph)
+    made.meta.update(gm.meta)
+    return made
 
 
 def recorded_value(node: Node) -> Any:

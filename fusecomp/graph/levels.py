@@ -20,7 +20,7 @@ from torch.fx import Graph, GraphModule, Interpreter, Node
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
 
 from fusecomp.errors import CaptureError
-from fusecomp.graph.facts import recorded_value
+from fusecomp.graph.facts import copy_of, recorded_value
 from fusecomp.graph.modes import Modes, in_their_modes
 
 OPENS, CLOSES = "_vmap_increment_nesting", "_vmap_decrement_nesting"
@@ -60,19 +60,12 @@ def written_out(gm: GraphModule) -> GraphModule:
     if OPENS not in calls:
         return gm
     lazy_load_decompositions()
-    copy = GraphModule(gm, copied(gm.graph))
+    copy = copy_of(gm)
     modes = dict(in_their_modes(copy.graph))
     for nodes in list(stretches(copy.graph)):
         write_out(copy, nodes, modes[nodes[0]])
     for node in copy.graph.find_nodes(op="call_function", target=lazy_load_decompositions):
         copy.graph.erase_node(node)
-    return copy
-
-
-def copied(graph: Graph) -> Graph:
-    copy = Graph()
-    copy.output(copy.graph_copy(graph, {}))
-    copy.set_codegen(graph._codegen)
     return copy
 
 

@@ -7,7 +7,7 @@
            | Load(tensor, index, dtype)       one element of a tensor
            | Apply(op, args)                  a primitive of `primitives.PRIMITIVES`
            | Cast(x, dtype)                   rounding to another dtype
-           | Reduce(op, var, body)            max, sum or softmax weight over one index; only while recognising
+           | Reduce(op, var, body)            max, sum or any over one index; only while recognising
 
 Everything is frozen, hashable and free of FX nodes, so that a test can write any of it by hand. Build arithmetic
 through `algebra`, which folds constants and normalises index arithmetic.
@@ -123,7 +123,7 @@ class Cast(Expr):
 
 @dataclass(frozen=True, eq=False)
 class Reduce(Expr):
-    """op over `var` of `body`; op is "sum" or "max". `var` is bound: no other expression may use its name."""
+    """op over `var` of `body`; op is "sum", "max" or "any". `var` is bound: no other expression may use its name."""
 
     op: str
     var: Var
@@ -194,6 +194,8 @@ def kind(e: Expr) -> str:
             return max(kinds, key=("bool", "int", "float").index)
         case Apply():
             return e.primitive.kind
+        case Reduce("any", _, _):
+            return "bool"
         case _:
             return "float"
 

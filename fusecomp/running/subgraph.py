@@ -87,7 +87,18 @@ def concrete(n: Any) -> Any:
     kind = int if isinstance(n, torch.SymInt) else float
     if n.node.expr.is_number:
         return kind(n.node.expr)
-    return kind(n.node.hint) if n.node.hint is not None else kind(1)
+    if n.node.hint is not None:
+        return kind(n.node.hint)
+    return kind(n.node.expr.xreplace({s: assumed(s, n.node.shape_env) for s in n.node.expr.free_symbols}))
+
+
+def assumed(symbol: Any, env: Any) -> Any:
+    """A value for a number that is known only at run time: small, within its bounds, unlike that of other symbols."""
+    known = env.backed_var_to_val if hasattr(env, "backed_var_to_val") else env.var_to_val
+    if symbol in known:
+        return known[symbol]
+    bounds, number = env.var_to_range[symbol], int("".join(c for c in str(symbol) if c.isdigit()))
+    return min(max(37 + 4 * number, bounds.lower), bounds.upper)
 
 
 def seen(source: SizeSource) -> int:
