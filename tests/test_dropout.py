@@ -203,14 +203,34 @@ def test_two_attentions_drop_differently() -> None:
 
 
 @pytest.mark.parametrize("inner", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
-def test_a_checkpoint_drops_the_same_again(inner: str) -> None:
+@pytest.mark.parametrize("recomputed", [False, True], ids=["saved", "checkpoint"])
+def test_the_backward_drops_the_same_again(recomputed: bool, inner: str) -> None:
     """O is linear in V: <dL/dV, V> = <dL/dO, O> where forward and backward hold the same mask.
 
     PyTorch's own "eager" backend draws anew in the recomputation of a compiled checkpoint, for any dropout.
     """
     args = draw()
-    out = compiled(lambda *a: checkpoint(dropped, *a, use_reentrant=False), inner=inner)(*args)
+    fn = (lambda *a: checkpoint(dropped, *a, use_reentrant=False)) if recomputed else dropped
+    out = compiled(fn, inner=inner)(*args)
     assert fusecomp.counters()["fused"] == 1
     up = torch.randn_like(out)
     (dv,) = torch.autograd.grad(out, args[2], up)
     torch.testing.assert_close((dv * args[2]).sum(), (up * out).sum(), rtol=1e-4, atol=1e-4)
+
+
+def test_changing_lengths_share_a_graph() -> None:
+    fn = torch.compile(dropped, backend="fusecomp", dynamic=True, options={"inner": "eager", "strict": True})
+    for m, n in ((13, 21), (17, 29), (5, 40)):
+        args = [x.detach() for x in draw(m=m, n=n)]
+        expected = exact(dropped, args, m)
+        torch.manual_seed(m)
+        torch.testing.assert_close(fn(*args).double(), expected, rtol=1e-5, atol=1e-6)
+    assert fusecomp.counters()["fused"] == 1
+
+
+@pytest.mark.parametrize("randomness", ["same", "different"])
+def test_under_vmap(randomness: str) -> None:
+    args = [x.detach()[:1].expand(4, -1, -1, -1).clone() for x in draw()]
+    out = compiled(lambda *a: torch.vmap(dropped, randomness=randomness)(*a))(*args)
+    assert fusecomp.counters()["fused"] == 1
+    assert torch.equal(out[0], out[1]) == (randomness == "same")

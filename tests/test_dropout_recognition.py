@@ -12,6 +12,7 @@ import torch.nn.functional as F  # noqa: N812
 from corpus.table import Draw, qkv, scores
 from recognising import candidates
 from torch import Tensor, nn
+from transformers import BertConfig, BertModel
 
 import fusecomp
 from fusecomp import backend
@@ -103,6 +104,16 @@ def test_modules_in_training(heard: list[Compilation]) -> None:
 
 # ----------------------------------------------------------------------------------------------------------------
 # Not fused
+
+
+def test_a_model_in_training(heard: list[Compilation]) -> None:
+    sizes = {"hidden_size": 24, "num_hidden_layers": 2, "num_attention_heads": 3, "intermediate_size": 32}
+    model = BertModel(BertConfig(**sizes, vocab_size=50, attn_implementation="eager")).train()
+    ids, seen = torch.randint(50, (2, 13)), (torch.arange(13) < torch.tensor([[13], [9]])).long()
+    out = compiled(model)(ids, attention_mask=seen).last_hidden_state
+    out.sum().backward()
+    assert [c.fused for c in heard if c.entries] == [2]
+    assert all(p.grad.isfinite().all() for p in model.encoder.parameters())
 
 
 def before_the_softmax(q: Tensor, k: Tensor, v: Tensor) -> Tensor:

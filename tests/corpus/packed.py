@@ -193,6 +193,16 @@ def dropout_that_is_off(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 @CASES.fuse(square)
+def dropout_of_nothing(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return F.dropout(scores(q, k).softmax(-1), 0.0) @ v
+
+
+@CASES.fuse(square)
+def dropout_of_everything(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return v + F.dropout(scores(q, k).softmax(-1), 1.0) @ v
+
+
+@CASES.fuse(square)
 def checkpointed(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return checkpoint(lambda q, k, v: scores(q, k).softmax(-1) @ v, q, k, v, use_reentrant=False)
 
