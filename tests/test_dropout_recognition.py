@@ -160,7 +160,7 @@ def by_hand(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         (whole_channels, "`feature_dropout` with p = 0.3 in training"),
         (returned, "read elsewhere too"),
         (used_twice, "read elsewhere too"),
-        (in_the_sum_too, "not a softmax of the scores times a factor"),
+        (in_the_sum_too, "multiplied by a tensor before they are normalised"),
         (keys_first, "whose last axis is not the keys"),
         (by_hand, "`rand_like` is not a pointwise function of the scores"),
     ],
