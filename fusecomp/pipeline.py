@@ -21,8 +21,8 @@ import torch
 from torch.fx import GraphModule
 
 from fusecomp.errors import CaptureError, FusecompError, VerificationError
-from fusecomp.graph.capture import capture, may_hold_attention, without_dead_code, word
-from fusecomp.graph.facts import Place, op_name, place
+from fusecomp.graph.capture import capture, may_hold_attention, without_dead_code
+from fusecomp.graph.facts import Place, op_name, place, word
 from fusecomp.graph.learning import learns, mark, records
 from fusecomp.patterns.attention import Declined, recognise
 from fusecomp.patterns.build import Match

@@ -2,7 +2,7 @@
 
 Dynamo speaks in hundreds of spellings (`x.softmax(-1)`, `F.softmax(x, dim=-1)`, `torch.softmax`); re-tracing its graph
 with `make_fx(pre_dispatch=True)` leaves about eighty, still whole (`einsum`, `matmul`, `softmax`) and still before
-autograd, so that one rewrite serves training and inference alike.
+autograd, so that one rewrite serves training and inference alike. Where layers repeat, `repeats` takes a quicker way.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.amp import autocast_mode
 from torch.autograd import grad_mode
 from torch.fx import Graph, GraphModule, Interpreter, Node, Proxy
 from torch.fx import traceback as fx_traceback
@@ -23,24 +24,15 @@ from torch.fx.node import base_types
 from torch.utils import _pytree as pytree
 
 from fusecomp.errors import CaptureError
-from fusecomp.graph.facts import op_name, recorded_value
+from fusecomp.graph.facts import KEPT, noticed, op_name, recorded_value, word
 from fusecomp.graph.levels import written_out
+from fusecomp.graph.repeats import expanded, repetitive
 
 SOFTMAX_WORDS = ("softmax", "softmin", "exp", "scaled_dot_product", "multi_head_attention")
 HIGHER_ORDER = torch._ops.HigherOrderOperator
 INFERENCE = (grad_mode._enter_inference_mode, grad_mode._exit_inference_mode)
 KNOWN = (Proxy, type(None), *base_types)
 """What make_fx can write as an argument of a call; anything else is made again by the call that made it."""
-KEPT = "fusecomp_kept"
-"""In the meta of calls that are no tensor operations."""
-
-
-def word(node: Node) -> str:
-    """What a Dynamo or ATen node calls, as a lower-case word."""
-    target = node.target
-    if isinstance(target, str):
-        return target.rpartition(".")[2].lower()
-    return str(getattr(target, "__name__", target)).lower()
 
 
 def may_hold_attention(gm: GraphModule) -> bool:
@@ -71,10 +63,6 @@ class Retrace(Interpreter):
     `torch.autocast`, which a pre-dispatch trace only records, is entered as well: products of mixed dtypes would fail.
     """
 
-    def __init__(self, gm: GraphModule) -> None:
-        super().__init__(gm)
-        self.entered: dict[Any, Any] = {}
-
     def run_node(self, n: Node) -> Any:
         check = n.op == "call_module" and not n.users
         if check or n.target in INFERENCE or isinstance(n.target, HIGHER_ORDER):
@@ -88,13 +76,13 @@ class Retrace(Interpreter):
     def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if target is torch._C._autograd._get_data_attr:  # x.data, which make_fx would bake in as a constant
             return args[0].detach()
-        result = super().call_function(target, args, kwargs)
-        if target is torch.amp.autocast_mode._enter_autocast:
-            self.entered[id(result)] = scope = torch.amp.autocast_mode.autocast(*args)
+        if target is autocast_mode._enter_autocast:
+            scope = autocast_mode.autocast(*args)
             scope.__enter__()
-        elif target is torch.amp.autocast_mode._exit_autocast:
-            self.entered.pop(id(args[0])).__exit__(None, None, None)
-        return result
+            return scope
+        if target is autocast_mode._exit_autocast:
+            return args[0].__exit__(None, None, None)
+        return super().call_function(target, args, kwargs)
 
     def keep(self, n: Node) -> Any:
         """Record a call as it stands. Its value is the one that Dynamo or export found."""
@@ -134,8 +122,14 @@ def capture(gm: GraphModule, values: Sequence[Any]) -> GraphModule:
     Inputs and outputs keep their order. In-place operations stay as written; autocast shows as enter and exit nodes.
     """
     mode = fake_mode(values)
-    context = mode if mode is not None else contextlib.nullcontext()
-    with context, fx_traceback.preserve_node_meta():
+    with mode if mode is not None else contextlib.nullcontext():
+        traced = expanded(gm, values) if mode is not None and repetitive(gm) else None
+        return traced if traced is not None else traced_whole(gm, values)
+
+
+def traced_whole(gm: GraphModule, values: Sequence[Any]) -> GraphModule:
+    """`gm` in ATen, whatever it holds."""
+    with fx_traceback.preserve_node_meta():
         run = functools.partial(Retrace(written_out(gm)).run, enable_io_processing=False)
         traced = make_fx(run, pre_dispatch=True)(*values)
     traced.graph.set_codegen(copy.copy(gm.graph._codegen))
@@ -158,7 +152,7 @@ def views_apart(graph: Graph) -> None:
 
 def without_dead_code(module: GraphModule) -> None:
     """Remove what nothing reads and nobody notices."""
-    module.graph.eliminate_dead_code(lambda n: n.is_impure() or KEPT in n.meta)
+    module.graph.eliminate_dead_code(noticed)
     module.recompile()
 
 

@@ -16,6 +16,9 @@ from torch.fx import Graph, GraphModule, Node
 from fusecomp.ir.algebra import apply, const
 from fusecomp.ir.expr import Cast, Const, Expr, Size
 
+KEPT = "fusecomp_kept"
+"""In the meta of calls that are no tensor operations."""
+
 
 @dataclass(frozen=True)
 class Place:
@@ -57,6 +60,24 @@ class Facts:
         return None if at is None else self.order[at]
 
 
+def word(node: Node) -> str:
+    """What a Dynamo or ATen node calls, as a lower-case word."""
+    target = node.target
+    if isinstance(target, str):
+        return target.rpartition(".")[2].lower()
+    return str(getattr(target, "__name__", target)).lower()
+
+
+def noticed(node: Node) -> bool:
+    """Whether somebody may notice that a node ran, though nothing reads it."""
+    return node.is_impure() or KEPT in node.meta
+
+
+def recorded_value(node: Node) -> Any:
+    """The fake tensor or number that Dynamo or make_fx found a node to be."""
+    return node.meta.get("example_value", node.meta.get("val"))
+
+
 def op_name(node: Node) -> str:
     """The ATen name without overload: "add", "softmax", "copy_", "getitem"; "" for what is no call."""
     target = node.target
@@ -78,11 +99,6 @@ def copy_of(gm: GraphModule) -> GraphModule:
     made = GraphModule(gm, graph)
     made.meta.update(gm.meta)
     return made
-
-
-def recorded_value(node: Node) -> Any:
-    """The fake tensor or number that Dynamo or make_fx found a node to be."""
-    return node.meta.get("example_value", node.meta.get("val"))
 
 
 def is_tensor(node: Any) -> bool:
