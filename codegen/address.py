@@ -37,10 +37,10 @@ class Address:
 
 def address(
     operand: str, index: tuple[Expr, ...], vectors: frozenset[str], starting: frozenset[str],
-    each: Set[Expr] = frozenset(), whole: Set[Expr] = frozenset(),
+    each: Set[Expr] = frozenset(), key: Expr | None = None,
 ) -> Address:  # fmt: skip
     """Sort the monomials of sum_i index_i stride_i. `vectors` names the indices that vary inside the tile, `starting`
-    those of them whose tile does not begin at 0. Other values may differ for `each` key, or be a `whole` tile's."""
+    those of them whose tile does not begin at 0. Other values differ for `each` key; `key` is where a tile begins."""
     total: Expr = Const(0)
     for dim, e in enumerate(index):
         total = apply("add", total, apply("mul", e, stride(operand, dim)))
@@ -48,10 +48,10 @@ def address(
     for monomial, c in poly(total).items():
         moving = [f for f in monomial if variables(f) & vectors]
         held = {x for f in monomial for x in parts(f)}
-        if held & each or (moving and held & whole):
+        if held & each:
             found.rows[monomial] = c
         elif not moving:
-            (found.start if held & whole else found.base)[monomial] = c
+            (found.start if key in held else found.base)[monomial] = c
         elif len(moving) == 1 and isinstance(moving[0], Var):
             found.offsets[monomial] = c
             if moving[0].name in starting:

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 from fusecomp.codegen.address import Address, address, at_tile, sum_text
 from fusecomp.codegen.frame import Chunk, Frame
-from fusecomp.codegen.pages import KEY, looked_up, of_each_key, paged_address, place
+from fusecomp.codegen.pages import KEY, looked_up, paged_address
 from fusecomp.codegen.printer import Names, triton_dtype, triton_text
 from fusecomp.errors import KernelError
 from fusecomp.ir.expr import Expr, Load, Var, parts, variables
@@ -120,7 +120,7 @@ def _operand_pointers(
     lines = [f"{stem}_base = {' + '.join([f'{a.operand}_ptr', *_sum(frame, found.base)])}"]
     keys, columns = ("n[:, None]", "[None, :]") if keys_first else ("n[None, :]", "[:, None]")
     for c in chunks:
-        places = frame.names.having({frame.kv_idx: keys, place(frame): keys, d: f"{c.d}{columns}"})
+        places = frame.names.having({frame.kv_idx: keys, d: f"{c.d}{columns}"})
         lines.append(f"{stem}_offsets{c.part} = {sum_text(found.offsets, places, wide=False)}")
     return lines
 
@@ -145,9 +145,8 @@ def tile_start(frame: Frame, a: Address) -> Lines:
 
 
 def row_loads(frame: Frame, edge: bool) -> Lines:
-    """What the addresses of K and V look up for a tile of keys: table_rows [BLOCK_N], or one for all of them."""
-    names, each = key_names(frame), of_each_key(frame)
-    lines = []
+    """What the addresses of K and V look up for a tile of keys: table_rows [BLOCK_N]."""
+    names, lines = key_names(frame), []
     for name, x in frame.addressed.tiles:
         a = paged_address(frame, x.tensor, x.index)
         own = names.having({frame.kv_idx: "n"})
@@ -158,8 +157,7 @@ def row_loads(frame: Frame, edge: bool) -> Lines:
             *([sum_text(a.offsets, own, wide=False)] if a.offsets else []),
             *([sum_text(a.rows, names, wide=True)] if a.rows else []),
         ]
-        mask = ", mask=live, other=0" if edge and looked_up(frame)[x] in each else ""
-        lines.append(f"{name} = tl.load({' + '.join(pointer)}{mask})")
+        lines.append(f"{name} = tl.load({' + '.join(pointer)}{', mask=live, other=0' if edge else ''})")
     return lines
 
 

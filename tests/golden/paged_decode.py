@@ -113,9 +113,9 @@ def attention(
     q_base = q_ptr + b * q_stride_0 + h_group * q_stride_1 * 4 + q_start * tl.cast(q_stride_2, tl.int64)
     q_tile = tl.load(q_base + d[None, :] * q_stride_3 + h_member * q_stride_1 + q_row * q_stride_2)  # [BLOCK_M, 128]
     k_base = k_pool_ptr + h_group * k_pool_stride_2
-    k_offsets = n[None, :] % 16 * k_pool_stride_1 + d[:, None] * k_pool_stride_3
+    k_offsets = d[:, None] * k_pool_stride_3
     v_base = v_pool_ptr + h_group * v_pool_stride_2
-    v_offsets = n[:, None] % 16 * v_pool_stride_1 + dv[None, :] * v_pool_stride_3
+    v_offsets = dv[None, :] * v_pool_stride_3
 
     row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
     row_sum = tl.zeros([BLOCK_M], tl.float32)
@@ -136,9 +136,9 @@ def attention(
             table_ptr
             + b * table_stride_0
             + key // 16 * table_stride_1
-            + n // 16 * table_stride_1
+            + n // 16 * tl.cast(table_stride_1, tl.int64)
         )
-        k_rows = table_rows * tl.cast(k_pool_stride_0, tl.int64)
+        k_rows = n % 16 * tl.cast(k_pool_stride_1, tl.int64) + table_rows * tl.cast(k_pool_stride_0, tl.int64)
         k_tile = tl.load(k_base + k_rows[None, :] + k_offsets)  # [128, BLOCK_N]
         score = tl.dot(q_tile, k_tile)  # [BLOCK_M, BLOCK_N]
 
@@ -149,7 +149,7 @@ def attention(
         row_sum = row_sum * rescale + tl.sum(p, axis=1)
         row_max = new_max
 
-        v_rows = table_rows * tl.cast(v_pool_stride_0, tl.int64)
+        v_rows = n % 16 * tl.cast(v_pool_stride_1, tl.int64) + table_rows * tl.cast(v_pool_stride_0, tl.int64)
         v_tile = tl.load(v_base + v_rows[:, None] + v_offsets)  # [BLOCK_N, 128]
         acc = tl.dot(p.to(tl.bfloat16), v_tile, acc * rescale[:, None])
 
@@ -160,11 +160,14 @@ def attention(
         kv = k_start + n
         live = kv < k_end
         table_rows = tl.load(
-            table_ptr + b * table_stride_0 + key // 16 * table_stride_1 + n // 16 * table_stride_1,
+            table_ptr
+            + b * table_stride_0
+            + key // 16 * table_stride_1
+            + n // 16 * tl.cast(table_stride_1, tl.int64),
             mask=live,
             other=0,
         )
-        k_rows = table_rows * tl.cast(k_pool_stride_0, tl.int64)
+        k_rows = n % 16 * tl.cast(k_pool_stride_1, tl.int64) + table_rows * tl.cast(k_pool_stride_0, tl.int64)
         k_tile = tl.load(k_base + k_rows[None, :] + k_offsets, mask=live[None, :], other=0.0)  # [128, BLOCK_N]
         score = tl.dot(q_tile, k_tile)  # [BLOCK_M, BLOCK_N]
 
@@ -177,7 +180,7 @@ def attention(
         row_sum = row_sum * rescale + tl.sum(p, axis=1)
         row_max = new_max
 
-        v_rows = table_rows * tl.cast(v_pool_stride_0, tl.int64)
+        v_rows = n % 16 * tl.cast(v_pool_stride_1, tl.int64) + table_rows * tl.cast(v_pool_stride_0, tl.int64)
         v_tile = tl.load(v_base + v_rows[:, None] + v_offsets, mask=live[:, None], other=0.0)  # [BLOCK_N, 128]
         acc = tl.dot(p.to(tl.bfloat16), v_tile, acc * rescale[:, None])
 
