@@ -35,8 +35,9 @@ def threshold(p: float) -> int:
 
 def seeded_dropout(x: Tensor, seed: Tensor, p: float) -> Tensor:
     """x with the elements dropped that the words of their places say, the others divided by 1 - p."""
-    *batch, rows, keys = (1, 1, *x.shape)
-    lines = [torch.arange(n, device=x.device) for n in (math.prod(batch), rows, keys)]
+    shape = (1, 1, *x.shape)
+    batch = shape[:-2]
+    lines = [torch.arange(n, device=x.device) for n in (math.prod(batch), *shape[-2:])]
     places = lines[0].view(*batch, 1, 1), lines[1].view(-1, 1), lines[2]
     kept = (random_words(seed, *places) >= threshold(p)).view(x.shape)
     exact = torch.promote_types(x.dtype, torch.float32)

@@ -26,8 +26,8 @@ def operand_names(pairs: Sequence[Pair], v: Load, held: Sequence[Expr], products
         names.setdefault(pair.q.tensor, f"q{suffix}")
         names.setdefault(pair.k.tensor, f"k{suffix}")
     names.setdefault(v.tensor, "v")
-    for i, seed in enumerate(dict.fromkeys(word.operands[0].tensor for e in held for word in draws(e))):
-        names[seed] = f"seed{i or ''}"
+    seeds = [x.tensor for e in held for word in draws(e) for x in ordered_loads(word.operands[0])]
+    names |= {seed: f"seed{i or ''}" for i, seed in enumerate(dict.fromkeys(seeds))}
     sides = [x for pair in pairs for x in (pair.q, pair.k)]
     for e in [*held, *(i for x in [*sides, v] for i in x.index)]:
         for x in ordered_loads(e):
