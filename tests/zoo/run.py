@@ -90,8 +90,15 @@ def record(rows: Sequence[Result], by: str) -> dict[str, Any]:
         "date": datetime.now(UTC).date().isoformat(),
         "command": f"python tests/zoo/run.py --backend {by} --modes {','.join(dict.fromkeys(r.mode for r in rows))}",
         "summary": summary(rows),
-        "rows": [{k: v for k, v in asdict(r).items() if v not in (None, "", [])} for r in rows],
+        "rows": [row(r) for r in rows],
     }
+
+
+def row(r: Result) -> dict[str, Any]:
+    """What differs from a result about which there is nothing to say."""
+    usual = asdict(Result("", ""))
+    kept = ("cores", "fused")
+    return {k: v for k, v in asdict(r).items() if k in kept or v != usual[k]}
 
 
 def text(record: dict[str, Any]) -> str:
