@@ -7,7 +7,7 @@ axes decide: which is contracted, which is normalised. Spellings do not.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from dataclasses import dataclass, field
 
 from torch.fx import GraphModule, Node
@@ -15,7 +15,7 @@ from torch.fx import GraphModule, Node
 from fusecomp.graph.facts import Facts, Place, is_tensor, op_name, place, shape
 from fusecomp.ir.algebra import ZERO, const
 from fusecomp.ir.expr import Apply, Expr, Var
-from fusecomp.patterns.build import Match, build
+from fusecomp.patterns.build import Match, ReadElsewhere, build, reach
 from fusecomp.patterns.contraction import Contraction, contraction
 from fusecomp.patterns.lift import Decline, Lift, Outside, broadcast
 from fusecomp.patterns.products import Found
@@ -60,18 +60,34 @@ class Recogniser:
         """What became of one candidate."""
         try:
             return self.match(anchor)
+        except ReadElsewhere as d:
+            return self.beside(anchor) or declined(d, anchor)
         except Decline as d:
             return declined(d, anchor)
 
-    def match(self, anchor: Node) -> Match:
-        """The attention around one softmax. Raises Decline."""
+    def beside(self, anchor: Node) -> Match | None:
+        """The attention whose scores are read by other attentions too, and by nothing else: when all are fused, nobody
+        needs them any more. (softmax(s) V and softmax(s) W have one softmax: its weights are read twice.)"""
+        try:
+            first = self.match(anchor, self.facts.position)
+            own = {*first.interior, first.output}
+            below = reach(first.interior, lambda n: [u for u in n.users if u not in own and not contraction(u)]) - own
+            group = [first, *(self.match(a, self.facts.position) for a in candidates(self.module) if a in below)]
+            shared = {n for m in group for n in (m.output, *m.interior)}
+            closed = [self.match(m.anchor, shared) for m in group]
+            return closed[0]
+        except Decline:
+            return None
+
+    def match(self, anchor: Node, shared: Container[Node] = ()) -> Match:
+        """The attention around one softmax, whose scores the nodes in `shared` may read too. Raises Decline."""
         lift = Lift(self.facts, constants=self.constants)
         reasons: list[Decline] = []
         queue = list(products_below(anchor))
         while queue:
             output, spec = queue[0]
             try:
-                return build(lift, self.read(lift, output, spec), anchor)
+                return build(lift, self.read(lift, output, spec), anchor, shared)
             except Outside as o:
                 lift = Lift(self.facts, constants=self.constants, outside=lift.outside | {o.node})
             except Decline as d:

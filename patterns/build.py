@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Container, Iterable
 from dataclasses import dataclass
 
 import torch
@@ -43,9 +43,9 @@ class Match:
     """The softmax or exponential that the candidate was found by."""
 
 
-def build(lift: Lift, found: Found, anchor: Node) -> Match:
+def build(lift: Lift, found: Found, anchor: Node, shared: Container[Node] = ()) -> Match:
     """The region of what was found. Raises Decline with the reason why it is none, Outside where a sum stands in the
-    scores: of a projection of the queries, say, in a gate on the bias."""
+    scores: of a projection of the queries, say, in a gate on the bias. Nodes in `shared` may read the scores too."""
     scores = split(found.weights.scores)
     for total in (x for x in parts(scores.score) if isinstance(x, Reduce)):
         if total in lift.reductions:
@@ -61,7 +61,7 @@ def build(lift: Lift, found: Found, anchor: Node) -> Match:
     names = operand_names(list(products.values()), v, held, set(products))
     check_time(lift, names, found)
     made = [lift.reads[p.tensor].node for p in products]
-    interior = closed_interior(lift, made, set(names), found.output)
+    interior = closed_interior(lift, made, set(names), found.output, shared)
     check_gradient(made, interior, found.output)
     return bind(lift, found, scores, products, v, names, interior, anchor)
 
@@ -78,8 +78,15 @@ def check_free(weights: Weights, products: dict[Load, Pair], key: str) -> None:
 # Soundness: nothing else reads the scores, and nothing writes the operands meanwhile
 
 
-def closed_interior(lift: Lift, products: list[Node], leaves: set[str], output: Node) -> tuple[Node, ...]:
-    """The nodes between the products and the output. Raises Decline where something outside reads one of them."""
+class ReadElsewhere(Decline):
+    """Something outside of the attention reads its scores or weights."""
+
+
+def closed_interior(
+    lift: Lift, products: list[Node], leaves: set[str], output: Node, shared: Container[Node]
+) -> tuple[Node, ...]:
+    """The nodes between the products and the output. Raises Decline where something outside, and not in `shared`, reads
+    one of them."""
     position = lift.facts.position
     below = reach(products, lambda n: n.users)
     above = reach([output], lambda n: n.all_input_nodes)
@@ -87,11 +94,11 @@ def closed_interior(lift: Lift, products: list[Node], leaves: set[str], output: 
     for node in sorted(inside, key=position.__getitem__):
         if node.name in leaves:
             raise Decline(f"{called(node)} is not a pointwise function of the scores", node)
-        outside = [u for u in node.users if u not in above or u not in below]
+        outside = [u for u in node.users if (u not in above or u not in below) and u not in shared]
         if outside:
             what = "scores" if node in products else "weights or scores"
-            raise Decline(f"the {what} are read elsewhere too, by {called(outside[0])}", node,
-                          USE_ONCE if op_name(outside[0]) else RETURN_LESS)  # fmt: skip
+            raise ReadElsewhere(f"the {what} are read elsewhere too, by {called(outside[0])}", node,
+                                USE_ONCE if op_name(outside[0]) else RETURN_LESS)  # fmt: skip
         if any(w not in below for w in written_arguments(node)):
             raise Decline("scores are written into a tensor made elsewhere", node)
     return tuple(sorted(inside, key=position.__getitem__))

@@ -58,11 +58,12 @@ def substitute(
 
 
 def take_place(match: Match, new: Node) -> None:
-    """Let `new` stand for match.output, and remove the nodes between inputs and output."""
+    """Let `new` stand for match.output, and remove the nodes between inputs and output that nothing else reads."""
     carry(match.output, new)
     match.output.replace_all_uses_with(new)
     for dead in [match.output, *reversed(match.interior)]:
-        dead.graph.erase_node(dead)
+        if not dead.users:
+            dead.graph.erase_node(dead)
 
 
 def length_node(source: tuple[Node, int]) -> Node | int:

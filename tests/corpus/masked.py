@@ -375,3 +375,22 @@ def cosine_scores(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 def scores_over_their_length(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     s = scores(q, k)
     return (s / s.square().sum(-1, keepdim=True).sqrt()).softmax(-1) @ v
+
+
+@CASES.fuse(lambda d: [*qkv(d), *qkv(d, d=4)], grad=(0, 1, 2, 3, 4, 5), count=2)
+def two_attentions_of_the_same_scores(q: Tensor, k: Tensor, v: Tensor, r: Tensor, s: Tensor, w: Tensor) -> Any:
+    """LiLT: text and layout attend by the sum of their scores, each to its own values."""
+    text, layout = scores(q, k), scores(r, s)
+    return (text + layout).softmax(-1) @ v, (layout + text).softmax(-1) @ w
+
+
+@CASES.decline(lambda d: [*qkv(d), d(2, 3, 21, 4)], "the scores are read elsewhere too, by", grad=())
+def scores_shared_with_what_is_no_attention(q: Tensor, k: Tensor, v: Tensor, w: Tensor) -> Any:
+    s = q @ k.mT
+    return (s * 0.3).softmax(-1) @ v, (s + 1).sort(-1).values.softmax(-1) @ w
+
+
+@CASES.decline(lambda d: [*qkv(d), d(2, 3, 21, 4)], "the scores are read elsewhere too", grad=())
+def scores_shared_and_returned(q: Tensor, k: Tensor, v: Tensor, w: Tensor) -> Any:
+    s = q @ k.mT
+    return (s * 0.3).softmax(-1) @ v, (s * 0.2).softmax(-1) @ w, s
