@@ -141,9 +141,24 @@ class Tripled(torch.autograd.Function):
         return 3 * grad
 
 
+class InPlace(torch.autograd.Function):
+    """The identity, whose gradient is added to in place."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        twice = 2 * grad
+        twice.add_(grad)
+        return twice
+
+
 @pytest.mark.parametrize(
     "fn",
     [
+        lambda q, k, v: attend(InPlace.apply(q), k, v) + InPlace.apply(q),
         lambda q, k, v: attend(Tripled.apply(q), k, Tripled.apply(v)),
         lambda q, k, v: Tripled.apply(attend(q, k, v)),
         lambda q, k, v: attend(Tripled.apply(q) * q, k, v),

@@ -24,7 +24,7 @@ from torch.fx.node import base_types
 from torch.utils import _pytree as pytree
 
 from fusecomp.errors import CaptureError
-from fusecomp.graph.facts import KEPT, noticed, op_name, recorded_value, word
+from fusecomp.graph.facts import KEPT, erase_dead, op_name, recorded_value, word
 from fusecomp.graph.levels import written_out
 from fusecomp.graph.repeats import expanded, repetitive
 
@@ -152,7 +152,7 @@ def views_apart(graph: Graph) -> None:
 
 def without_dead_code(module: GraphModule) -> None:
     """Remove what nothing reads and nobody notices."""
-    module.graph.eliminate_dead_code(noticed)
+    erase_dead(module.graph)
     module.recompile()
 
 

@@ -73,6 +73,17 @@ def noticed(node: Node) -> bool:
     return node.is_impure() or KEPT in node.meta
 
 
+def erase_dead(graph: Graph) -> None:
+    """Erase what nothing reads and nobody notices.
+
+    `Graph.eliminate_dead_code` goes on into the bodies of operators with a graph of their own, which are Dynamo's, and
+    takes their in-place methods for dead.
+    """
+    for node in reversed(list(graph.nodes)):
+        if not node.users and not noticed(node):
+            graph.erase_node(node)
+
+
 def recorded_value(node: Node) -> Any:
     """The fake tensor or number that Dynamo or make_fx found a node to be."""
     return node.meta.get("example_value", node.meta.get("val"))

@@ -24,7 +24,7 @@ from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_aggregate, map_arg
 from torch.utils import _pytree as pytree
 
-from fusecomp.graph.facts import KEPT, noticed
+from fusecomp.graph.facts import KEPT, erase_dead
 from fusecomp.graph.recordings import Unusual, described, dynamo_value, record, reshapes, results, static
 
 log = logging.getLogger(__name__)
@@ -116,7 +116,7 @@ class Expansion:
                 self.env[node] = self.switch(node)
             else:
                 self.env[node] = self.call(node)
-        self.graph.eliminate_dead_code(noticed)
+        erase_dead(self.graph)
         return GraphModule(self.root, self.graph)
 
     def arguments(self, node: Node) -> Any:
