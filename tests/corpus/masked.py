@@ -384,6 +384,12 @@ def two_attentions_of_the_same_scores(q: Tensor, k: Tensor, v: Tensor, r: Tensor
     return (text + layout).softmax(-1) @ v, (layout + text).softmax(-1) @ w
 
 
+@CASES.fuse(qkv, count=2)
+def two_softmaxes_of_parts(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    s = scores(q, k)
+    return s[..., :7].softmax(-1) @ v[..., :7, :] + (s[..., 7:].softmax(-1) @ v[..., 7:, :])
+
+
 @CASES.decline(lambda d: [*qkv(d), d(2, 3, 21, 4)], "the scores are read elsewhere too, by", grad=())
 def scores_shared_with_what_is_no_attention(q: Tensor, k: Tensor, v: Tensor, w: Tensor) -> Any:
     s = q @ k.mT

@@ -144,12 +144,6 @@ def log_softmax_itself(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return scores(q, k).log_softmax(-1) @ v
 
 
-@CASES.decline(qkv, "read elsewhere too, by `slice`")
-def softmin_of_part(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    s = scores(q, k)
-    return s[..., :7].softmax(-1) @ v[..., :7, :] + (s[..., 7:].softmax(-1) @ v[..., 7:, :])
-
-
 @CASES.decline(square, "`flip` is not a pointwise function of the weights")
 def weights_flipped(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return scores(q, k).softmax(-1).flip(-1) @ v
