@@ -88,8 +88,9 @@ def closed_interior(
     """The nodes between the products and the output. Raises Decline where something outside, and not in `shared`, reads
     one of them."""
     position = lift.facts.position
-    below = reach(products, lambda n: n.users)
-    above = reach([output], lambda n: n.all_input_nodes)
+    first, last = min(map(position.__getitem__, products)), position[output]
+    below = reach(products, lambda n: (u for u in n.users if position[u] <= last))
+    above = reach([output], lambda n: (x for x in n.all_input_nodes if position[x] >= first))
     inside = [n for n in below if n in above and n is not output]
     for node in sorted(inside, key=position.__getitem__):
         if node.name in leaves:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -33,7 +33,8 @@ def reshaped(lift: Lift, node: Node, index: Index) -> Expr | None:
     return lift.lift(node.args[0], unravel(index, shape(node), shape(node.args[0])))
 
 
-def unravel(index: Index, outer: Sequence[Expr], inner: Sequence[Expr]) -> Index:
+@lru_cache(maxsize=1 << 12)
+def unravel(index: Index, outer: tuple[Expr, ...], inner: tuple[Expr, ...]) -> Index:
     """The index into a tensor of lengths `inner` whose flat position is that of `index` in lengths `outer`."""
     flat: Expr = ZERO
     for i, size in zip(index, outer, strict=True):

@@ -6,7 +6,7 @@ import operator
 import re
 from collections import defaultdict
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
@@ -146,11 +146,17 @@ def written_arguments(node: Node) -> list[Node]:
     if not isinstance(node.target, torch._ops.OpOverload) or op_name(node) == "detach_":
         return []
     found = []
-    for i, argument in enumerate(node.target._schema.arguments):
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            passed = node.args[i] if i < len(node.args) else node.kwargs.get(argument.name)
-            found += [x for x in (passed if isinstance(passed, list | tuple) else [passed]) if isinstance(x, Node)]
+    for i, name in written_places(node.target):
+        passed = node.args[i] if i < len(node.args) else node.kwargs.get(name)
+        found += [x for x in (passed if isinstance(passed, list | tuple) else [passed]) if isinstance(x, Node)]
     return found
+
+
+@cache
+def written_places(op: torch._ops.OpOverload) -> tuple[tuple[int, str], ...]:
+    """Position and name of the arguments that an operator writes into."""
+    infos = [(i, a.name, a.alias_info) for i, a in enumerate(op._schema.arguments)]
+    return tuple((i, name) for i, name, info in infos if info is not None and info.is_write)
 
 
 def size_expr(n: Any) -> Expr:

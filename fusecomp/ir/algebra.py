@@ -6,6 +6,7 @@ Integer + - * is polynomial (`poly`); what is left here is everything that is no
 from __future__ import annotations
 
 import math
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -22,8 +23,9 @@ def const(value: Any) -> Const:
     return Const(value if isinstance(value, bool | int) else float(value))
 
 
+@lru_cache(maxsize=1 << 14)
 def apply(op: str, *args: Expr) -> Expr:
-    """op(*args), simplified: the one way to build arithmetic."""
+    """op(*args), simplified: the one way to build arithmetic. Layers of a model ask the same again and again."""
     if all(isinstance(a, Const) for a in args):
         return _fold(op, args)
     if op in ("add", "sub", "mul", "neg") and all(kind(a) == "int" for a in args):
