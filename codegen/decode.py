@@ -1,12 +1,13 @@
 """Few queries, many keys: the keys of a query tile are split over programs, and their results combined.
 
-share s:   m_s, l_s, a_s = max S, sum exp(S - m_s), sum exp(S - m_s) V      over its keys
-O        = sum_s a_s exp(m_s - m) / sum_s l_s exp(m_s - m)                  m = max_s m_s
+    share s    m_s, l_s, a_s = max S, sum exp(S - m_s), sum exp(S - m_s) V      over its keys
+    O        = sum_s a_s exp(m_s - m) / sum_s l_s exp(m_s - m)                  m = max_s m_s
+
+No share can know that a row is hidden from all the others too. Where such a row is the mean of its fills, or the like,
+`combine` leaves m, and a kernel after it computes the rows whose m says that they saw no key.
 """
 
 from __future__ import annotations
-
-from dataclasses import replace
 
 from fusecomp.codegen.address import sum_text
 from fusecomp.codegen.descriptors import prepared
@@ -15,18 +16,11 @@ from fusecomp.codegen.launcher import call, no_keys, unpacked
 from fusecomp.codegen.memory import output_row
 from fusecomp.codegen.printer import triton_dtype, triton_text
 from fusecomp.codegen.schedule import count, decoded
-from fusecomp.ir.region import AttentionRegion, extent
+from fusecomp.ir.region import extent
 
 Lines = list[str]
 COLUMNS = 64
 """At most, of a program of `combine`: a few requests have few rows, and should still fill the device."""
-
-
-def without_skipping(region: AttentionRegion) -> AttentionRegion:
-    """The region with its fill taken literally: no share can know that a row is hidden from all the others too."""
-    if region.filled_score is None:
-        return region
-    return replace(region, score=region.filled_score, keep=(), filled_score=None)
 
 
 def first_share(lines: Lines) -> Lines:
@@ -69,6 +63,11 @@ def store_combined(frame: Frame) -> Lines:
     return [*lines, f"tl.store({pointer} + {place}, {value}{mask})"]
 
 
+def keep_max(frame: Frame) -> Lines:
+    """m, where a row that saw no key is computed afterwards."""
+    return ["tl.store(maxima_ptr + unit * BLOCK_M + row, tl.max(row_max, axis=0))"] if frame.filled else []
+
+
 def combined_columns(frame: Frame) -> int:
     """Columns of the output that a program of `combine` makes: a divisor of the scratch memory's."""
     return min(COLUMNS, *frame.plan.dv_chunks)
@@ -93,11 +92,14 @@ def decode_launch(frame: Frame, kernels: dict[str, list[str]]) -> Lines:
     """Programs enough to fill the device, and one more for each request."""
     n, m = (triton_text(v.size, frame.names) for v in (frame.kv_idx, frame.q_idx))
     rows = f"min({m}, {frame.rows_per_tile_name}.value)" + (" * PACK.value" if frame.member else "")
-    most = f"requests * units * triton.cdiv({n}, BLOCK_N.value * {'SHARE.value' if frame.plan.share else 1})"
+    keys = "BLOCK_N.value * SHARE.value" if frame.plan.share else "BLOCK_N.value"
+    most = f"requests * units * triton.cdiv({n}, {keys})"
     filling = "programs = RESIDENT.value * multiprocessors(out.device)"
     grid = [f"grid = {most}"] if frame.plan.share else [filling, f"grid = min(programs + requests * units, {most})"]
     scratch = "dtype=torch.float32, device=out.device"
     columns = width(frame) // combined_columns(frame)
+    maxima = [f"maxima = torch.empty(requests * units * BLOCK_M.value, {scratch})"] if frame.filled else []
+    after = call("rescue", "requests * units", kernels["rescue"], frame) if frame.filled else []
     return [
         *unpacked(frame.region),
         *no_keys(frame),
@@ -110,8 +112,10 @@ def decode_launch(frame: Frame, kernels: dict[str, list[str]]) -> Lines:
         "part_sum = torch.empty_like(part_max)",
         "first = torch.empty(requests * units, dtype=torch.int32, device=out.device)",
         "shares = torch.empty_like(first)",
+        *maxima,
         *call("attention", "grid", kernels["attention"], frame),
         *call("combine", f"requests * units, {rows}, {columns}", kernels["combine"], frame, 2, frame.plan.overlap),
+        *after,
     ]
 
 

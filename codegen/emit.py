@@ -15,12 +15,12 @@ from fusecomp.codegen.decode import (
     decode_launch,
     exponents,
     first_share,
+    keep_max,
     overlap,
     row_of_output,
     store_combined,
     store_parts,
     width,
-    without_skipping,
 )
 from fusecomp.codegen.descriptors import HELPERS, descriptors
 from fusecomp.codegen.document import document, kernel_name, title
@@ -44,10 +44,10 @@ from fusecomp.codegen.program import (
 )
 from fusecomp.codegen.schedule import decoded, reach_of, schedule, share
 from fusecomp.codegen.selfcheck import selfcheck
-from fusecomp.codegen.skeletons import COMBINE, DECODE, MODULE, PREFILL, fill
+from fusecomp.codegen.skeletons import COMBINE, DECODE, MODULE, PREFILL, RESCUE, fill
 from fusecomp.codegen.source import KernelSource, check, names_read, tidy
 from fusecomp.codegen.table import full_tiles, other_tiles, table_kernels, table_row, visits_of
-from fusecomp.codegen.tile import edge_tile, full_tile, rescue
+from fusecomp.codegen.tile import edge_tile, full_tile, rescue, unseen_below, visit
 from fusecomp.errors import KernelError
 from fusecomp.ir.algebra import draws
 from fusecomp.ir.region import AttentionRegion
@@ -64,7 +64,7 @@ def emit(region: AttentionRegion, plan: TilePlan, saves_lse: bool = False) -> Ke
     """
     require_free_names(region)
     key = kernel_key(region, plan, saves_lse)
-    frame = Frame(without_skipping(region) if plan.skeleton == "decode" else region, plan)
+    frame = Frame(region, plan)
     name = kernel_name(frame, key)
     kernels, launcher = decode(frame) if plan.skeleton == "decode" and not saves_lse else prefill(frame, saves_lse)
     if draws(region.weight):
@@ -94,9 +94,9 @@ RESERVED = frozenset({
     "programs", "tiles", "keys", "first", "grid", "kv", "kv_idx", "kv_pos", "key", "live",
     "score", "p", "acc", "row_max", "row_sum", "new_max", "pivot", "rescale", "edge", "k_begin", "k_end", "full_begin",
     "full_end", "out", "lse", "lse_rows", "sizes", "tensors", "torch", "triton", "tl", "attention", "combine",
-    "multiprocessors", "key_range", "tiles_of", "unit", "place_of", "share_of", "in_rows", "scratch",
-    "states", "tile_states", "list_tiles", "list_visits", "larger", "other", "next_tile", "k_tiles", "seen", "full",
-    "four", "random", "keeps", "kept_tile",
+    "maxima", "unseen", "multiprocessors", "key_range", "tiles_of", "unit", "place_of", "share_of", "in_rows",
+    "scratch", "states", "tile_states", "list_tiles", "list_visits", "larger", "other", "next_tile", "k_tiles", "seen",
+    "full", "four", "random", "keeps", "kept_tile",
 })  # fmt: skip
 """What the skeletons call their own variables."""
 
@@ -154,12 +154,32 @@ def decode(frame: Frame) -> tuple[str, list[str]]:
             "previous_kernel": overlap(frame, PREVIOUS),
             "part_exponent": parts,
             "row_exponent": rows,
+            "keep_max": keep_max(frame),
             "store": store_combined(frame),
         },
     )
-    launcher = decode_launch(frame, {"attention": params, "combine": combine_params})
-    helpers = [] if frame.plan.share else [MULTIPROCESSORS.rstrip()]
-    return "\n\n\n".join([functions, attention.rstrip(), combine.rstrip(), *helpers]), launcher
+    last, last_params = rescue_kernel(frame) if frame.filled else ("", [])
+    called = {"attention": params, "combine": combine_params, "rescue": last_params}
+    helpers = [] if frame.plan.share else [MULTIPROCESSORS]
+    texts = [functions, attention, combine, *([last] if last else []), *helpers]
+    return "\n\n\n".join(t.rstrip() for t in texts), decode_launch(frame, called)
+
+
+def rescue_kernel(frame: Frame) -> tuple[str, list[str]]:
+    """(kernel, parameters) of the rows that saw no key in any share."""
+    every = Frame(frame.region, frame.plan, every_key=True)
+    assert frame.filled is not None
+    holes = {
+        **{name: common(frame)[name] for name in ("rows", "columns", "fixed", "query", "pointers")},
+        "program": decoded(frame),
+        "stored_rows": stored_rows(frame),
+        "level": unseen_below(frame),
+        "state": state(every),
+        "keys": triton_text(frame.kv_idx.size, frame.names),
+        "every_tile": visit(every, frame.filled, [], edge=True, pivot=True),
+        "store": store(frame, "unseen"),
+    }
+    return finished(frame, RESCUE, "rescue", holes)
 
 
 def common(frame: Frame) -> dict[str, list[str]]:

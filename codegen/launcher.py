@@ -24,7 +24,8 @@ def parameters(frame: Frame, read: Iterable[str]) -> list[str]:
     pointers = [f"{t}_ptr" for t in (*tensors, "tiles", "states")]
     ranks = [len(frame.region.out_axes), *(len(o.shape) for o in frame.region.operands)]
     strides = [f"{t}_stride_{i}" for t, rank in zip(tensors, ranks, strict=True) for i in range(rank)]
-    scratch = ["lse_ptr", "part_acc_ptr", "part_max_ptr", "part_sum_ptr", "first_ptr", "shares_ptr"]
+    scratch = ["lse_ptr", "part_acc_ptr", "part_max_ptr", "part_sum_ptr", "first_ptr", "shares_ptr",
+               "maxima_ptr"]  # fmt: skip
     return [p for p in (*pointers, *scratch, *strides, *SCHEDULED, *frame.region.sizes) if p in names]
 
 

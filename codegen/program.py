@@ -197,15 +197,15 @@ def stored_rows(frame: Frame) -> str:
     return f"row < tl.minimum(Q_ROWS, {size} - q_start)" if frame.member else f"row < {size} - q_start"
 
 
-def store(frame: Frame) -> Lines:
-    """O = acc / row_sum, rounded."""
+def store(frame: Frame, rows: str = "") -> Lines:
+    """O = acc / row_sum, rounded, for all rows of the tile or for `rows`."""
     lines: Lines = []
     if frame.region.empty_row == "zero":
         lines.append("row_sum = tl.where(row_sum == 0.0, 1.0, row_sum)  # a row that sees no key gives 0")
     a = output_address(frame)
     lines.append(f"out_base = {' + '.join(['out_ptr', *row_base(frame, a)])}")
     for c in frame.dv_chunks:
-        live = stored_rows(frame)
+        live = rows or stored_rows(frame)
         live = f"({live}) & ({c.d}[None, :] < {c.limit})" if c.limit else live
         value = f"({c.name('acc')} / row_sum[:, None]).to({triton_dtype(frame.region.out_dtype)})"
         pointer = " + ".join(["out_base", *row_offsets(frame, a, {frame.region.dv: f"{c.d}[None, :]"})])

@@ -149,6 +149,37 @@ def «name»(
         row_max = new_max
         acc = acc * rescale + tl.sum(part_acc * weight[:, None], axis=0)
 
+    «keep_max»
+    «store»
+"""
+
+RESCUE = """\
+@triton.jit(do_not_specialize=«sizes»)
+def «name»(
+    «parameters»
+):
+    unit = tl.program_id(0)
+    request = unit // units
+    free = unit % units
+    «program»
+
+    «rows»
+    «columns»
+
+    # Rows that see no key, or only keys near the fill, take part in every key; there is seldom one
+    place = unit * BLOCK_M + tl.arange(0, BLOCK_M)[:, None]
+    unseen = tl.load(maxima_ptr + place, mask=«stored_rows», other=0.0) <= «level»
+    if tl.max(unseen.to(tl.int32)) == 0:
+        return
+    «fixed»
+
+    «query»
+    «pointers»
+
+    «state»
+    for k_start in range(0, «keys», BLOCK_N):
+        «every_tile»
+
     «store»
 """
 

@@ -157,17 +157,21 @@ def accumulate(frame: Frame) -> Lines:
     return lines
 
 
+def unseen_below(frame: Frame) -> str:
+    """The largest maximum of a row that is taken to see no key, in the kernel's base."""
+    return literal(frame.region.rescue_below * (1.0 if frame.exponent.natural else LOG2E))
+
+
 def rescue(frame: Frame) -> Lines:
     """Rows whose largest live score is at most rescue_below: softmax of the filled scores, over every key."""
     if frame.filled is None:
         return []
-    level = frame.region.rescue_below * (1.0 if frame.exponent.natural else LOG2E)
     size = triton_text(frame.kv_idx.size, frame.names)
     accs = [c.name("acc") for c in frame.dv_chunks]
     every = Frame(frame.region, frame.plan, every_key=True)
     return [
         "# Rows that see no key, or only keys near the fill, take part in every key",
-        f"unseen = row_max <= {literal(level)}",
+        f"unseen = row_max <= {unseen_below(frame)}",
         "if tl.max(unseen.to(tl.int32), axis=0) > 0:",
         f"    seen_sum, {', '.join(f'seen_{a}' for a in accs)} = row_sum, {', '.join(accs)}",
         *indented(state(every)),

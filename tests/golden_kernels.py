@@ -82,6 +82,7 @@ GOLDEN: dict[str, tuple[AttentionRegion, TilePlan]] = {
     ),
     "alibi": (r := _alibi(), tiles(r, 128, 64)),
     "padded_finite_fill": (r := _padded(), tiles(r, 64, 32)),
+    "padded_finite_fill_decode": (r := _padded(), tiles(r, 16, 64, "decode")),
     "bias": (r := _bias(), tiles(r, 64, 64)),
     "latent_192_128": (
         r := _attention(times(score, 192**-0.5), causal, d=192, dv=128),

@@ -226,10 +226,12 @@ def test_every_golden_compiles(name: str) -> None:
     assert (spilled or 0) <= 8  # two registers: assemblers of different Triton releases differ by so much
 
 
-def test_both_kernels_of_decode_compile() -> None:
-    source = emit(paged(), tiles(paged(), 16, 64, "decode", pack=4))
+def test_the_kernels_of_decode_compile() -> None:
+    source = emit(paged(), replace(tiles(paged(), 16, 64, "decode", pack=4), overlap=True))
     assert cross_compile(source, 90).spills in (0, None)
     assert cross_compile(source, 90, kernel="combine").spills in (0, None)
+    source = emit(*GOLDEN["padded_finite_fill_decode"])
+    assert cross_compile(source, 90, kernel="rescue").spills in (0, None)
 
 
 def test_a_generated_file_checks_itself(tmp_path: Path) -> None:

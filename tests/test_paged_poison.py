@@ -155,8 +155,6 @@ def kernel(
 
 def unread(interpreter: Interpreter, skeleton: str, fn: Callable[..., Any], *args: Tensor) -> None:
     region, tensors, sizes = bound(fn, *args)
-    if skeleton == "decode" and region.filled_score is not None:
-        pytest.skip("a finite fill is taken literally: a row that sees no key averages over all of them")
     spoilt, changed = poison(region, tensors, sizes)
     assert {region.products[0].k.operand, region.v.operand} <= changed
     assert any(o.name in changed and "int" in o.dtype for o in region.operands)

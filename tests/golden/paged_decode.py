@@ -262,7 +262,7 @@ def launch(out, tensors, sizes):
     requests = B
     units = (H // 4) * triton.cdiv(M, Q_ROWS.value)
     programs = RESIDENT.value * multiprocessors(out.device)
-    grid = min(programs + requests * units, requests * units * triton.cdiv(N, BLOCK_N.value * 1))
+    grid = min(programs + requests * units, requests * units * triton.cdiv(N, BLOCK_N.value))
     part_acc = torch.empty(grid * BLOCK_M.value * 128, dtype=torch.float32, device=out.device)
     part_max = torch.empty(grid * BLOCK_M.value, dtype=torch.float32, device=out.device)
     part_sum = torch.empty_like(part_max)
