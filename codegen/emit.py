@@ -169,7 +169,7 @@ def rescue_kernel(frame: Frame) -> tuple[str, list[str]]:
     """(kernel, parameters) of the rows that saw no key in any share."""
     every = Frame(frame.region, frame.plan, every_key=True)
     assert frame.filled is not None
-    holes = {
+    holes: dict[str, str | list[str]] = {
         **{name: common(frame)[name] for name in ("rows", "columns", "fixed", "query", "pointers")},
         "program": decoded(frame),
         "stored_rows": stored_rows(frame),

@@ -17,10 +17,11 @@ from fusecomp.ir.algebra import ZERO, const
 from fusecomp.ir.expr import Apply, Expr, Var
 from fusecomp.patterns.build import Match, ReadElsewhere, build, reach
 from fusecomp.patterns.contraction import Contraction, contraction
+from fusecomp.patterns.exponentials import exponential
 from fusecomp.patterns.lift import Decline, Lift, Outside, broadcast
 from fusecomp.patterns.products import Found
 from fusecomp.patterns.reasons import no_weights, under_scores
-from fusecomp.patterns.weights import Weights, denominator, exponential, softmax_weights
+from fusecomp.patterns.weights import Weights, denominator, softmax_weights
 
 SOFTMAX = {"softmax", "_softmax", "special_softmax", "_safe_softmax", "log_softmax", "_log_softmax"}
 QUOTIENT = {"div", "true_divide", "divide", "div_"}

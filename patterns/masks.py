@@ -9,7 +9,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import reduce
 
 from fusecomp.ir import data
 from fusecomp.ir.algebra import COMPARE, FALSE, TRUE, ZERO, apply, const, substitute
@@ -70,7 +69,9 @@ def hiding(region: AttentionRegion) -> AttentionRegion:
         return replace(region, keep=(*region.keep, *hides))
     filled = region.filled_score
     if filled is None:
-        shown = reduce(lambda a, b: apply("and", a, b), region.keep, TRUE)
+        shown: Expr = TRUE
+        for term in region.keep:
+            shown = apply("and", shown, term)
         filled = apply("where", shown, region.score, const(-INF))
     fill = ABSORBING if region.fill == -INF else max(region.fill, ABSORBING)
     return replace(region, keep=(*region.keep, *hides), filled_score=filled, fill=fill)

@@ -150,7 +150,10 @@ def normalised(x: Expr, total: Expr, key: Var) -> Weights | None:
                       advice="subtract each row's maximum first: the sum is then at least 1")  # fmt: skip
     for f in shared[0]:
         scores = live(scores, f, key)
-    return Weights(scores, sink_of(extras, shift), reduce(lambda p, q: apply("mul", p, q), shared[1], const(1.0)))
+    factor: Expr = const(1.0)
+    for f in shared[1]:
+        factor = apply("mul", factor, f)
+    return Weights(scores, sink_of(extras, shift), factor)
 
 
 def is_largest(shift: Expr | None, scores: Expr, key: Var) -> bool:
