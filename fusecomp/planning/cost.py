@@ -7,12 +7,11 @@ table, the region's counts from `facts`, and what neither says (how much a compi
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import lru_cache
+from functools import lru_cache, partial
 from operator import itemgetter
 from typing import Any
 
 import sympy
-from sympy import Max, Min, ceiling, floor
 
 FITTED = {
     "SETUP": 4.21e-6,  # s: a program's start and its last stores
@@ -48,6 +47,14 @@ FITTED = {
 """The only numbers that no data sheet gives. Registers: fitted on generated kernels compiled for sm_90. Times: on the
 tiles of `examples/bench/records/tiles_h200.json`, all of them, the regret of each pick weighing most: nothing was held
 out. FMA_PAIR and TEST_PAIR lie at the least that the search allowed."""
+
+
+def _as_written(function: Any) -> Any:
+    """A function that sympy leaves as it is written: to simplify this page takes seconds, at every import."""
+    return partial(function, evaluate=False)
+
+
+Max, Min, ceiling, floor = map(_as_written, (sympy.Max, sympy.Min, sympy.ceiling, sympy.floor))
 
 
 def _symbols(names: str) -> list[Any]:
@@ -246,7 +253,8 @@ class _Page:
         expressions = [e for e, _ in equations.values()]
         self.symbols = sorted({str(s) for e in expressions for s in e.free_symbols})
         self._inputs = itemgetter(*self.symbols)
-        self._run = sympy.lambdify(sympy.symbols(self.symbols, nonnegative=True), expressions, modules="math", cse=True)
+        with sympy.evaluate(False):
+            self._run = sympy.lambdify(_symbols(" ".join(self.symbols)), expressions, modules="math", cse=True)
 
     def __call__(self, values: Mapping[str, float]) -> dict[str, float]:
         return dict(zip(self.names, self._run(*self._inputs(values)), strict=True))
