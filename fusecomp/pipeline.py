@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 from torch.fx import GraphModule
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from fusecomp.errors import CaptureError, FusecompError, VerificationError
 from fusecomp.graph.capture import capture, may_hold_attention, without_dead_code
@@ -89,8 +90,8 @@ def compile_match(module: GraphModule, match: Match, options: Options) -> Entry:
     base = Entry(0, "fallback", region.origin, region.source, region, sizes)
     if options.lowering == "off":
         return replace(base, status="declined", reason="the option lowering is off")
-    if device_of(match).type not in DEVICES:
-        return replace(base, status="declined", reason=f"there is no kernel for tensors on {device_of(match).type}")
+    if (what := foreign(match)) is not None:
+        return replace(base, status="declined", reason=f"there is no kernel for {what}")
     if options.empty_rows == "zero":
         match = replace(match, region=replace(region, empty_row="zero"))
     try:
@@ -123,6 +124,14 @@ def operation_for(match: Match, lowered: Lowered) -> str:
     if not records(match.output):
         return "attention"
     return "attention_recomputed" if lowered.backward is None else "attention_and_lse"
+
+
+def foreign(match: Match) -> str | None:
+    """Tensors that no kernel can read."""
+    kinds = (type(n.meta["val"]) for n in match.inputs if is_traceable_wrapper_subclass(n.meta["val"]))
+    others = [f"tensors of the class {kind.__name__}" for kind in kinds]
+    device = device_of(match).type
+    return f"tensors on {device}" if device not in DEVICES else next(iter(others), None)
 
 
 def device_of(match: Match) -> torch.device:
