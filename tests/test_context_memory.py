@@ -9,6 +9,7 @@ import pytest
 import torch
 from agreement import INF, agree, attend, compiled, copies, plain, qkv, reasons
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 import fusecomp
 
@@ -221,3 +222,21 @@ def test_results_share_memory_as_in_eager() -> None:
     for results in (ours, theirs):
         assert len({x.untyped_storage().data_ptr() for x in results}) == 1
     assert [x.stride() for x in ours] == [x.stride() for x in theirs]
+
+
+# ----------------------------------------------------------------------------------------------------------------
+# Bodies that write
+
+
+def doubled(k: Tensor) -> Tensor:
+    k.mul_(2)
+    return k + 1
+
+
+def test_a_body_that_writes_into_its_argument() -> None:
+    def fn(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        before, s = k.clone(), q @ k.mT
+        after = checkpoint(doubled, k, use_reentrant=False)
+        return plain(q, before, v) + s.softmax(-1) @ v + after.mean()
+
+    assert agree(fn, qkv(), fused=1)["declined"] == 1  # s reads what k was, and no kernel can any more

@@ -142,7 +142,13 @@ def storage(node: Node) -> int | None:
 
 
 def written_arguments(node: Node) -> list[Node]:
-    """The tensor arguments that a node writes into (`detach_` changes no value)."""
+    """The tensor arguments that a node writes into (`detach_` changes no value).
+
+    An operator with a graph of its own writes into all of them where some node of that graph writes; a launch of the
+    user's Triton kernel always does.
+    """
+    if isinstance(node.target, torch._ops.HigherOrderOperator):
+        return [n for n in node.all_input_nodes if is_tensor(n)] if body_writes(node) else []
     if not isinstance(node.target, torch._ops.OpOverload) or op_name(node) == "detach_":
         return []
     found = []
@@ -157,6 +163,26 @@ def written_places(op: torch._ops.OpOverload) -> tuple[tuple[int, str], ...]:
     """Position and name of the arguments that an operator writes into."""
     infos = [(i, a.name, a.alias_info) for i, a in enumerate(op._schema.arguments)]
     return tuple((i, name) for i, name, info in infos if info is not None and info.is_write)
+
+
+def body_writes(node: Node) -> bool:
+    """Whether a higher-order operator may write into its arguments."""
+    held = [n for n in node.all_input_nodes if n.op == "get_attr" and not is_tensor(n)]
+    found = [getattr(n.graph.owning_module, str(n.target), None) for n in held]
+    bodies = [b for b in found if isinstance(b, GraphModule)]
+    return "mutation" in str(node.target) or any(writes(n) for b in bodies for n in b.graph.nodes)
+
+
+IN_PLACE = {operator.setitem, operator.iadd, operator.isub, operator.imul, operator.itruediv, operator.ifloordiv,
+            operator.imod, operator.ipow}  # fmt: skip
+
+
+def writes(node: Node) -> bool:
+    """Whether a node of Dynamo's or of an ATen graph writes: x.add_(1), x[0] = 1, x += 1, out=x, aten.copy_(x, y)."""
+    if node.op not in ("call_function", "call_method"):
+        return False
+    method = word(node).endswith("_") and not word(node).endswith("__")
+    return method or node.target in IN_PLACE or "out" in node.kwargs or bool(written_arguments(node))
 
 
 def size_expr(n: Any) -> Expr:
