@@ -30,6 +30,7 @@ from fusecomp.patterns.build import Match
 from fusecomp.patterns.dropout import put_back as unseed
 from fusecomp.patterns.dropout import seed_dropouts
 from fusecomp.patterns.sdpa import plain_calls, put_back, write_out
+from fusecomp.patterns.sums import distribute
 from fusecomp.report import Entry
 from fusecomp.running import library
 from fusecomp.running.lower import Lowered, lower, real_tensors
@@ -67,6 +68,7 @@ def compile_graph(gm: GraphModule, values: Sequence[Any], options: Options) -> C
     except CaptureError as error:
         return unread(gm, error, "declined")
     written = write_out(captured)
+    distribute(captured)
     dropouts = seed_dropouts(captured)
     entries = list(plain_sdpa(captured))
     taken = set()

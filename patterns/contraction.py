@@ -1,7 +1,7 @@
 """Products over an axis, in every spelling, as one: out[letters] = scale * sum_contracted left * right (+ added).
 
     matmul, bmm, mm, mv    einsum of two operands, tensordot    addmm, baddbmm (beta = 0 ignores their input)
-    linear                 (a * b).sum(axis)
+    linear, inner          (a * b).sum(axis), vecdot
 """
 
 from __future__ import annotations
@@ -48,11 +48,15 @@ class Contraction:
         return const(1)  # broadcast on both sides
 
 
-@lru_cache(maxsize=4096)
 def contraction(node: Node) -> Contraction | None:
     """The contraction that a node computes, or None."""
-    read = READERS.get(op_name(node))
-    return read(node) if read else None
+    return _read(node, tuple(node.all_input_nodes)) if op_name(node) in READERS else None
+
+
+@lru_cache(maxsize=4096)
+def _read(node: Node, inputs: tuple[Node, ...]) -> Contraction | None:
+    """Remembered for as long as the node reads the same inputs: graphs are rewritten."""
+    return READERS[op_name(node)](node)  # type: ignore[no-any-return]
 
 
 def _matmul(node: Node) -> Contraction | None:
@@ -165,8 +169,48 @@ def _sum_of_product(node: Node) -> Contraction | None:
     summed = int(dims[0]) % rank
     left, right = (_batch_axes(x, letters, len(shape(x))) for x in (a, b))
     keepdim = node.args[2] if len(node.args) > 2 else node.kwargs.get("keepdim", False)
-    spec = Contraction(a, b, left, right, letters.replace(letters[summed], "" if not keepdim else "."))
-    return spec if letters[summed] in left and letters[summed] in right and not keepdim else None
+    spec = Contraction(a, b, left, right, letters.replace(letters[summed], "." if keepdim else ""))
+    if letters[summed] not in left or letters[summed] not in right or normalises(spec) or normalises(spec.swapped()):
+        return None
+    return spec
+
+
+EXPONENTIAL = ("exp", "exp2", "exp_", "softmax", "_softmax")
+
+
+def normalises(spec: Contraction) -> bool:
+    """Whether a sum adds up exponentials times a mask: the right factor has no axis of its own."""
+    return set(spec.right_axes) - {"."} <= set(spec.left_axes) and exponential_above(spec.left)
+
+
+def exponential_above(node: Node) -> bool:
+    """Whether an exponential of the same shape lies above a tensor, behind at most a few operations."""
+    level = [node]
+    for _ in range(6):
+        if any(op_name(n) in EXPONENTIAL for n in level):
+            return True
+        level = [x for n in level for x in n.all_input_nodes if is_tensor(x) and shape(x) == shape(node)]
+    return False
+
+
+def _vecdot(node: Node) -> Contraction | None:
+    """(a * b).sum(axis), the last one unless another is given"""
+    a, b = node.args[:2]
+    rank = len(shape(node)) + 1
+    letters = string.ascii_lowercase[:rank]
+    dim = node.args[2] if len(node.args) > 2 else node.kwargs.get("dim", -1)
+    left, right = (_batch_axes(x, letters, len(shape(x))) for x in (a, b))
+    summed = letters[int(dim) % rank]
+    return Contraction(a, b, left, right, letters.replace(summed, "")) if summed in left and summed in right else None
+
+
+def _inner(node: Node) -> Contraction | None:
+    """Sums over the last axis of both"""
+    a, b = node.args[:2]
+    left, right = string.ascii_lowercase[: len(shape(a))], string.ascii_uppercase[: len(shape(b))]
+    if min(len(left), len(right)) == 0 or max(len(left), len(right)) == 1:
+        return None
+    return Contraction(a, b, left[:-1] + "K", right[:-1].replace("K", "L") + "K", left[:-1] + right[:-1])
 
 
 def _float(e: Expr) -> Expr:
@@ -176,5 +220,5 @@ def _float(e: Expr) -> Expr:
 READERS: dict[str, Any] = {
     "matmul": _matmul, "bmm": _matmul, "mm": _matmul, "mv": _matmul, "linalg_matmul": _matmul,
     "einsum": _einsum, "tensordot": _tensordot, "baddbmm": _baddbmm, "addmm": _baddbmm, "linear": _linear,
-    "sum": _sum_of_product,
+    "sum": _sum_of_product, "linalg_vecdot": _vecdot, "inner": _inner,
 }  # fmt: skip

@@ -59,6 +59,7 @@ class Pair:
 def score_products(lift: Lift, found: Found, held: list[Expr], anchor: Node) -> Iterator[tuple[Load, Pair]]:
     """The contractions in the scores that are Q K^T: one side over queries, the other over keys. Raises Decline."""
     loads = [x for x in parts(held[0]) if isinstance(x, Load) and x.tensor in lift.products]
+    loads = [x for x in loads if "q_idx" in variables(x)] or loads  # a bias of each key is made once, outside
     count = 0
     for load in sorted(loads, key=lambda x: lift.facts.position[lift.facts.names[x.tensor]]):
         pair = as_product(lift, found, load, count) if reads_whole(lift, load) else None

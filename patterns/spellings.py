@@ -13,18 +13,14 @@ import torch
 from torch.fx import Node
 
 from fusecomp.graph.facts import dtype, is_tensor, number, op_name, value
-from fusecomp.ir.algebra import ONE, ZERO, apply, cast, const, log_add_exp
-from fusecomp.ir.expr import Apply, Const, Expr, Reduce, dtype_kind, kind, parts, variables
+from fusecomp.ir.algebra import ONE, ZERO, apply, cast, const
+from fusecomp.ir.expr import Apply, Const, Expr, dtype_kind, kind, variables
 from fusecomp.patterns.lift import RULES, Decline, Index, Lift, argument, lift_argument, rule, runs_over_keys
 from fusecomp.patterns.reductions import reduced
 from fusecomp.patterns.rounding import HALF, absorbed, retyped, stored, truth
+from fusecomp.patterns.scalars import clamp, elu, gelu, leaky_relu, logaddexp, nan_to_num, power, real, softplus
 
 LOG2, INF = math.log(2.0), float("inf")
-
-
-def real(e: Expr) -> Expr:
-    """A truth value as 0 or 1, where arithmetic is done on it."""
-    return cast(e, "int32") if kind(e) == "bool" else e
 
 
 def arithmetic(op: str) -> Callable[..., Expr]:
@@ -33,48 +29,6 @@ def arithmetic(op: str) -> Callable[..., Expr]:
 
 def logical(op: str) -> Callable[..., Expr]:
     return lambda *args: apply(op, *map(truth, args))
-
-
-def power(x: Expr, y: Expr) -> Expr | None:
-    """x ** y for a small constant y, or a constant x > 0."""
-    match x, y:
-        case _, Const(1 | 2 | 3 | 4 | 1.0 | 2.0 | 3.0 | 4.0 as n):
-            total = real(x)
-            for _ in range(int(n) - 1):
-                total = apply("mul", total, real(x))
-            return total
-        case _, Const(0.5):
-            return apply("sqrt", real(x))
-        case _, Const(-0.5):
-            return apply("rsqrt", real(x))
-        case _, Const(-1 | -1.0):
-            return apply("div", const(1.0), real(x))
-        case Const(base), _ if base > 0:
-            return apply("exp", apply("mul", real(y), const(math.log(base))))
-    return None
-
-
-def clamp(x: Expr, low: Expr | None = None, high: Expr | None = None) -> Expr:
-    """min(max(x, low), high)"""
-    x = x if low is None else apply("max", x, low)
-    return x if high is None else apply("min", x, high)
-
-
-def logaddexp(x: Expr, y: Expr) -> Expr:
-    """log(exp(x) + exp(y)), where a sum that stands under a logarithm is written out: it is never computed so"""
-    match x, y:
-        case Apply("log", (t,)), _ if any(isinstance(p, Reduce) for p in parts(t)):
-            return apply("log", apply("add", t, apply("exp", y)))
-        case _, Apply("log", (t,)) if any(isinstance(p, Reduce) for p in parts(t)):
-            return apply("log", apply("add", apply("exp", x), t))
-    return log_add_exp(x, y)
-
-
-def nan_to_num(x: Expr, nan: Expr | None = None, top: Expr | None = None, low: Expr | None = None) -> Expr:
-    """NaN becomes `nan`, infinities the largest finite numbers"""
-    big = torch.finfo(torch.float32).max
-    inside = clamp(x, low or const(-big), top or const(big))
-    return apply("where", apply("isnan", x), nan or const(0.0), inside)
 
 
 def bitwise(op: str) -> Callable[..., Expr | None]:
@@ -95,6 +49,9 @@ POINTWISE: dict[str, Callable[..., Expr | None]] = {
     "erf": arithmetic("erf"), "floor": arithmetic("floor"), "ceil": arithmetic("ceil"),
     "tanh": arithmetic("tanh"), "sigmoid": arithmetic("sigmoid"),
     "relu": lambda x: apply("max", x, const(0.0)), "silu": lambda x: apply("mul", x, apply("sigmoid", x)),
+    "gelu": gelu, "elu": elu, "leaky_relu": leaky_relu, "softplus": softplus,
+    "log_sigmoid": lambda x: apply("neg", softplus(apply("neg", x))),  # type: ignore[arg-type]
+    "lerp": lambda x, y, w: apply("add", x, apply("mul", w, apply("sub", y, x))),
     "maximum": arithmetic("max"), "minimum": arithmetic("min"),
     "clamp": clamp, "clip": clamp, "clamp_min": clamp, "clamp_max": lambda x, high: clamp(x, None, high),
     "where": lambda c, x, y: apply("where", truth(c), *same_kind(x, y)),
@@ -118,7 +75,7 @@ POINTWISE: dict[str, Callable[..., Expr | None]] = {
 
 COSTLY = {
     "exp", "exp2", "log", "log2", "log1p", "logaddexp", "pow", "sin", "cos", "erf", "tanh", "sigmoid", "silu", "sqrt",
-    "rsqrt",
+    "rsqrt", "gelu", "elu", "softplus", "log_sigmoid",
 }  # fmt: skip
 """Lifted only where the scores are in them: of a bias, they are computed once outside and the result is loaded."""
 
@@ -146,6 +103,8 @@ def pointwise(name: str) -> Callable[[Lift, Node, Index], Expr | None]:
             return rounded_division(lift, node, index)
         args = [None if a is None else lift_argument(lift, node, a, index) for a in node.args]
         if name in COMPARISONS and any(rounds(lift, x, e) for x, e in zip(node.args, args, strict=True)):
+            return None
+        if any(v is not None and k not in ARGUMENT for k, v in node.kwargs.items()):
             return None
         given = {ARGUMENT[k]: v for k, v in node.kwargs.items() if k in ARGUMENT and v is not None}
         e = f(*args, **{k: lift_argument(lift, node, v, index) for k, v in given.items()})

@@ -270,3 +270,82 @@ def documents_counted_from_their_ends(q: Tensor, k: Tensor, v: Tensor, ends: Ten
     mine = (i[:, None] >= ends[1:]).sum(-1)
     s = torch.einsum("qhd,khd->hqk", q, k).masked_fill(mine[:, None] != mine, -INF)
     return torch.einsum("hqk,khd->qhd", s.softmax(-1), v)
+
+
+# ----------------------------------------------------------------------------------------------------------------
+# Sums of softmaxes before the product
+
+
+def two_halves(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+    return scores(q[..., :4], k[..., :4]).softmax(-1), scores(q[..., 4:], k[..., 4:]).softmax(-1)
+
+
+@CASES.fuse(lambda d: [*square(d), d(1)], count=2, grad=(0, 1, 2, 3))
+def difference_with_a_learned_weight(q: Tensor, k: Tensor, v: Tensor, lam: Tensor) -> Tensor:
+    a, b = two_halves(q, k)
+    return torch.matmul(a - lam * b, v) * 0.2
+
+
+@CASES.fuse(square, count=2)
+def mean_of_two_softmaxes(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    a, b = two_halves(q, k)
+    return torch.einsum("bhij,bhjd->bihd", (a + b) / 2, v)
+
+
+@CASES.fuse(square, count=3)
+def mixture_of_three(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    (a, b), c = two_halves(q, k), scores(k, q).softmax(-1)
+    return (0.5 * a - (0.3 * b - 0.2 * c)) @ v
+
+
+@CASES.decline(square, "the weights are made of more than one softmax")
+def product_of_two_softmaxes(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    a, b = two_halves(q, k)
+    return (a * b) @ v
+
+
+@CASES.decline(square, "the weights are made of more than one softmax")
+def difference_that_is_returned(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    a, b = two_halves(q, k)
+    p = a - b
+    return p @ v, p
+
+
+@CASES.decline(square)
+def softmax_less_the_identity(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return (scores(q, k).softmax(-1) - torch.eye(21, dtype=q.dtype)) @ v
+
+
+# ----------------------------------------------------------------------------------------------------------------
+# Products and functions under other names
+
+
+@CASES.fuse()
+def sum_that_keeps_its_axis(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return (q[:, :, :, None] * k[:, :, None]).sum(-1, keepdim=True).squeeze(-1).softmax(-1) @ v
+
+
+@CASES.fuse()
+def vecdot(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return torch.linalg.vecdot(q[:, :, :, None], k[:, :, None]).softmax(-1) @ v
+
+
+@CASES.fuse()
+def inner(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return torch.inner(q[0, 0], k[0, 0]).softmax(-1) @ v[0, 0]
+
+
+@CASES.fuse(square)
+def activations_of_scores(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    s = scores(q, k)
+    return (F.gelu(s) + F.softplus(s) + F.elu(s, 0.5) + F.leaky_relu(s, 0.2) + F.logsigmoid(s)).softmax(-1) @ v
+
+
+@CASES.decline(square, "`gelu` is not a pointwise function of the scores")
+def approximate_activation(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return F.gelu(scores(q, k), approximate="tanh").softmax(-1) @ v
+
+
+@CASES.fuse(lambda d: [*square(d), d(2, 3, 21, 5), d(5)], grad=(0, 1, 2))
+def bias_of_each_key_by_a_product(q: Tensor, k: Tensor, v: Tensor, x: Tensor, w: Tensor) -> Tensor:
+    return (scores(q, k) + (x @ w)[:, :, None]).softmax(-1) @ v

@@ -151,7 +151,7 @@ def differential(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return a - 0.3 * (scores(q[..., 4:], k[..., 4:]).softmax(-1) @ v)
 
 
-@CASES.decline(square, "the weights are made of more than one softmax")
+@CASES.fuse(square, count=2)
 def differential_of_weights(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     p = scores(q[..., :4], k[..., :4]).softmax(-1) - 0.3 * scores(q[..., 4:], k[..., 4:]).softmax(-1)
     return p @ v

@@ -1,0 +1,82 @@
+"""Scalar functions that PyTorch has a name for, in the primitives."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from fusecomp.ir.algebra import apply, cast, const, log_add_exp
+from fusecomp.ir.expr import Apply, Const, Expr, Reduce, kind, parts
+
+
+def real(e: Expr) -> Expr:
+    """A truth value as 0 or 1, where arithmetic is done on it."""
+    return cast(e, "int32") if kind(e) == "bool" else e
+
+
+def power(x: Expr, y: Expr) -> Expr | None:
+    """x ** y for a small constant y, or a constant x > 0."""
+    match x, y:
+        case _, Const(1 | 2 | 3 | 4 | 1.0 | 2.0 | 3.0 | 4.0 as n):
+            total = real(x)
+            for _ in range(int(n) - 1):
+                total = apply("mul", total, real(x))
+            return total
+        case _, Const(0.5):
+            return apply("sqrt", real(x))
+        case _, Const(-0.5):
+            return apply("rsqrt", real(x))
+        case _, Const(-1 | -1.0):
+            return apply("div", const(1.0), real(x))
+        case Const(base), _ if base > 0:
+            return apply("exp", apply("mul", real(y), const(math.log(base))))
+    return None
+
+
+def clamp(x: Expr, low: Expr | None = None, high: Expr | None = None) -> Expr:
+    """min(max(x, low), high)"""
+    x = x if low is None else apply("max", x, low)
+    return x if high is None else apply("min", x, high)
+
+
+def gelu(x: Expr) -> Expr:
+    """x (1 + erf(x / sqrt 2)) / 2"""
+    total = apply("add", apply("erf", apply("mul", x, const(0.5**0.5))), const(1.0))
+    return apply("mul", x, apply("mul", total, const(0.5)))
+
+
+def elu(x: Expr, alpha: Expr | None = None, *scales: Expr) -> Expr | None:
+    """x if x > 0 else alpha (exp(x) - 1)"""
+    below = apply("sub", apply("exp", apply("min", x, const(0.0))), const(1.0))
+    below = below if alpha is None else apply("mul", below, alpha)
+    return apply("where", apply("gt", x, const(0.0)), x, below) if not scales else None
+
+
+def leaky_relu(x: Expr, slope: Expr | None = None) -> Expr:
+    """x if x > 0 else slope x"""
+    return apply("where", apply("gt", x, const(0.0)), x, apply("mul", x, slope or const(0.01)))
+
+
+def softplus(x: Expr, *shape: Expr) -> Expr | None:
+    """log(1 + exp(x)) = max(x, 0) + log(1 + exp(-|x|)); with another sharpness it is not lifted"""
+    small = apply("exp", apply("neg", apply("abs", x)))
+    total = apply("add", apply("max", x, const(0.0)), apply("log", apply("add", small, const(1.0))))
+    return None if shape else total
+
+
+def logaddexp(x: Expr, y: Expr) -> Expr:
+    """log(exp(x) + exp(y)), where a sum that stands under a logarithm is written out: it is never computed so"""
+    match x, y:
+        case Apply("log", (t,)), _ if any(isinstance(p, Reduce) for p in parts(t)):
+            return apply("log", apply("add", t, apply("exp", y)))
+        case _, Apply("log", (t,)) if any(isinstance(p, Reduce) for p in parts(t)):
+            return apply("log", apply("add", apply("exp", x), t))
+    return log_add_exp(x, y)
+
+
+def nan_to_num(x: Expr, nan: Expr | None = None, top: Expr | None = None, low: Expr | None = None) -> Expr:
+    """NaN becomes `nan`, infinities the largest finite numbers"""
+    big = torch.finfo(torch.float32).max
+    inside = clamp(x, low or const(-big), top or const(big))
+    return apply("where", apply("isnan", x), nan or const(0.0), inside)
