@@ -22,7 +22,10 @@ from fusecomp.graph.facts import dtype, is_tensor, op_name, value
 from fusecomp.patterns.contraction import contraction
 
 SOFTMAX = ("softmax", "_softmax", "_safe_softmax")
-KEEPS = ("to", "_to_copy", "type_as", "contiguous", "clone", "masked_fill", "nan_to_num", "dropout")
+MOVES = {"select", "slice", "getitem", "unbind", "chunk", "split", "view", "reshape", "unflatten", "permute"}
+KEEPS = {
+    "to", "_to_copy", "type_as", "contiguous", "clone", "masked_fill", "nan_to_num", "dropout", "mul", "div", "where",
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -78,12 +81,14 @@ def same(x: Any, node: Node) -> bool:
 
 
 def leads_to_softmax(node: Node) -> bool:
-    """Whether a softmax lies above, behind operations that keep its shape."""
-    while op_name(node) in (*KEEPS, "mul", "div", "where") and node.args:
+    """Whether a softmax lies above, behind pointwise operations and rearrangements."""
+    while op_name(node) in (*MOVES, *KEEPS) and node.args:
         tensors = [x for x in node.args if is_tensor(x) and value(x).shape == value(node).shape]
-        if not tensors:
+        moved = [node.args[0]] if op_name(node) in MOVES else tensors[-1:] if op_name(node) == "where" else tensors[:1]
+        above = moved[0] if moved else None
+        if not isinstance(above, Node):
             return False
-        node = tensors[-1] if op_name(node) == "where" else tensors[0]
+        node = above
     return op_name(node) in SOFTMAX
 
 

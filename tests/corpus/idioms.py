@@ -349,3 +349,11 @@ def approximate_activation(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 @CASES.fuse(lambda d: [*square(d), d(2, 3, 21, 5), d(5)], grad=(0, 1, 2))
 def bias_of_each_key_by_a_product(q: Tensor, k: Tensor, v: Tensor, x: Tensor, w: Tensor) -> Tensor:
     return (scores(q, k) + (x @ w)[:, :, None]).softmax(-1) @ v
+
+
+@CASES.fuse(lambda d: [*square(d), d(1)], count=2, grad=(0, 1, 2, 3))
+def difference_of_halves_of_one_softmax(q: Tensor, k: Tensor, v: Tensor, lam: Tensor) -> Tensor:
+    b, h, n, _ = q.shape
+    q, k = (x.unflatten(-1, (2, 4)).transpose(2, 3).reshape(b, 2 * h, n, 4) for x in (q, k))
+    a = (q @ k.mT).softmax(-1).view(b, h, 2, n, n)
+    return (a[:, :, 0] - lam * a[:, :, 1]) @ v
