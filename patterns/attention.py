@@ -222,5 +222,8 @@ def recognise(module: GraphModule) -> Iterator[Match | Declined]:
     """Each attention of a captured graph, in order. The graph may be rewritten between two answers."""
     for anchor in list(candidates(module)):
         recogniser = Recogniser(module)
-        if anchor in recogniser.facts.position and not idle(found := recogniser.one(anchor)):
+        while anchor in recogniser.facts.position and not idle(found := recogniser.one(anchor)):
             yield found
+            recogniser = Recogniser(module)
+            if isinstance(found, Declined) or found.output in recogniser.facts.position:
+                break  # nothing changed; else the weights may reach another product

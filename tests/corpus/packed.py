@@ -162,7 +162,7 @@ def scores_of_two_products(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return (q[..., :4] @ k[..., :4].mT + q[..., 4:] @ k[..., 4:].mT).softmax(-1) @ v
 
 
-@CASES.fuse(qkv)
+@CASES.fuse(qkv, count=2)
 def weights_used_twice(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     p = scores(q, k).softmax(-1)
     return p @ v + p @ (v * 2)
