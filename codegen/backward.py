@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 from fusecomp.codegen import backward_keys as keys
 from fusecomp.codegen import backward_memory as memory
@@ -70,6 +71,7 @@ class BackwardSource(KernelSource):
         )
 
 
+@lru_cache(maxsize=64)
 def emit_backward(region: AttentionRegion, plan: BackwardPlan) -> BackwardSource:
     """The gradients of Q, K and V. Raises KernelError, with the reason, for a region that has no exact kernel."""
     require_free_names(region)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import keyword
 from collections.abc import Mapping
+from functools import lru_cache
 
 from fusecomp.codegen.base2 import LOG2E
 from fusecomp.codegen.decode import (
@@ -57,6 +58,7 @@ VERSION = 3
 """Part of every key: raise it when the same region and plan give another kernel."""
 
 
+@lru_cache(maxsize=64)
 def emit(region: AttentionRegion, plan: TilePlan, saves_lse: bool = False) -> KernelSource:
     """The kernel of `region` under `plan`, as a file that a person can read, run and check.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,9 +15,14 @@ from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint
 from variants import VARIANTS
 
+from fusecomp.codegen.emit import emit
 from fusecomp.graph import repeats
 from fusecomp.graph.capture import fake_mode, placeholder_values, traced_whole
 from fusecomp.graph.facts import storage
+from fusecomp.pipeline import Compilation, compile_graph
+from fusecomp.planning import plan
+from fusecomp.running import verify
+from fusecomp.settings import Options
 
 
 @pytest.fixture(autouse=True)
@@ -255,3 +261,34 @@ def test_only_repetitive_graphs_take_the_quick_way() -> None:
     for count in (1, 9):
         torch.compile(layers, backend=keep, dynamic=False)(torch.randn(4, 4), count)
     assert [repeats.repetitive(g) for g in graphs] == [False, True]
+
+
+def eight_layers(x: Tensor) -> Tensor:
+    for _ in range(8):
+        scores = (x @ x.transpose(-1, -2)) * 0.25
+        x = scores.masked_fill(torch.ones(37, 37, dtype=torch.bool).triu(1), -torch.inf).softmax(-1) @ x
+    return x
+
+
+@pytest.mark.parametrize("lowering", ["cpu", "triton"])
+def test_equal_layers_cost_one(lowering: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("FUSECOMP_CACHE_DIR", str(tmp_path))
+    compared: list[Any] = []
+    compare = verify.compare
+    monkeypatch.setattr(verify, "compare", lambda *args: compared.append(args) or compare(*args))
+    plan._ranked.cache_clear()
+    emit.cache_clear()
+    done: list[Compilation] = []
+
+    def backend(gm: GraphModule, _: Any) -> Callable[..., Any]:
+        options = Options(lowering=lowering, verify=lowering == "cpu", strict=True)  # no GPU here to run a kernel on
+        done.append(compile_graph(gm, placeholder_values(gm), options))
+        return gm.forward
+
+    with torch.no_grad():
+        torch.compile(eight_layers, backend=backend, dynamic=False)(torch.randn(2, 37, 16))
+    assert done[0].fused == 8
+    assert plan._ranked.cache_info().misses == 1
+    assert emit.cache_info().misses == (lowering == "triton")
+    assert len(compared) == (lowering == "cpu")
+    assert len({n.args[-1] for n in done[0].module.graph.nodes if "fusecomp" in str(n.target)}) == 1
