@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
-from fusecomp.graph.capture import inline
+from fusecomp.graph.capture import Known, inline
 from fusecomp.graph.facts import op_name, value
 from fusecomp.patterns.lift import argument
 
@@ -80,19 +80,18 @@ def plain_calls(module: GraphModule) -> Iterator[tuple[Node, str]]:
 def write_out(module: GraphModule) -> dict[Node, Node]:
     """Put the definition of each other call in its place. Returns {definition's output: the call}, for `put_back`."""
     written = {}
+    known: Known = {}
     for call in calls(module):
         if not plain(call):
             with contextlib.suppress(TypeError):  # a scale that is not a number
-                written[_write_out(call)] = call
+                written[_write_out(call, known)] = call
     return written
 
 
-def _write_out(call: Node) -> Node:
+def _write_out(call: Node, known: Known) -> Node:
     mask, how = argument(call, 3, "attn_mask"), How.of(call)
-    if mask is None:
-        output = inline(call, lambda q, k, v: definition(q, k, v, None, how), call.args[:3])  # type: ignore[arg-type]
-    else:
-        output = inline(call, lambda q, k, v, m: definition(q, k, v, m, how), [*call.args[:3], mask])
+    inputs = [*call.args[:3], *([] if mask is None else [mask])]
+    output = inline(call, lambda q, k, v, m=None: definition(q, k, v, m, how), inputs, how, known)  # type: ignore[arg-type]
     call.replace_all_uses_with(output)
     return output
 

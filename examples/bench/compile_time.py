@@ -41,8 +41,10 @@ def llama(layers: int, attention: str) -> Any:
     """A Llama whose only size is its number of layers."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    config = LlamaConfig(hidden_size=256, intermediate_size=512, num_hidden_layers=layers, num_attention_heads=8,
-                         num_key_value_heads=4, vocab_size=512, attn_implementation=attention, use_cache=False)  # fmt: skip
+    config = LlamaConfig(
+        hidden_size=256, intermediate_size=512, num_hidden_layers=layers, num_attention_heads=8, num_key_value_heads=4,
+        vocab_size=512, attn_implementation=attention, use_cache=False,
+    )  # fmt: skip
     return LlamaForCausalLM(config)
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import torch
@@ -26,6 +26,7 @@ from torch.utils import _pytree as pytree
 from fusecomp.errors import CaptureError
 from fusecomp.graph.facts import KEPT, erase_dead, op_name, recorded_value, word
 from fusecomp.graph.levels import written_out
+from fusecomp.graph.recordings import Unusual, described
 from fusecomp.graph.repeats import expanded, repetitive
 
 SOFTMAX_WORDS = ("softmax", "softmin", "exp", "scaled_dot_product", "multi_head_attention")
@@ -156,16 +157,37 @@ def without_dead_code(module: GraphModule) -> None:
     module.recompile()
 
 
-def inline(before: Node, fn: Callable[..., Any], inputs: Sequence[Node]) -> Node:
-    """Put the ATen nodes of fn(*inputs) in front of `before`, as made at its source line. Returns fn's result."""
+def inline(
+    before: Node, fn: Callable[..., Any], inputs: Sequence[Node], kind: Hashable = None, known: Known | None = None
+) -> Node:
+    """Put the ATen nodes of fn(*inputs) in front of `before`, as made at its source line. Returns fn's result.
+
+    `known` keeps what was traced, for all functions of one `kind` on inputs that lie alike.
+    """
     values = [n.meta["val"] for n in inputs]
-    with values[0].fake_mode:
-        traced = make_fx(fn, pre_dispatch=True)(*values)
-    placeholders = [n for n in traced.graph.nodes if n.op == "placeholder"]
-    names: dict[Node, Node] = dict(zip(placeholders, inputs, strict=True))
-    with before.graph.inserting_before(before):
+    with values[0].fake_mode, before.graph.inserting_before(before):
+        traced = remembered(fn, values, kind, known if known is not None else {})
+        placeholders = traced.graph.find_nodes(op="placeholder")
+        names: dict[Node, Node] = dict(zip(placeholders, inputs, strict=True))
+        made: dict[Node, Any] = dict(zip(placeholders, values, strict=True))
         for node in traced.graph.nodes:
             if node.op == "call_function":
+                args, kwargs = torch.fx.map_arg((node.args, dict(node.kwargs)), made.__getitem__)
+                made[node] = node.target(*args, **kwargs)
                 names[node] = before.graph.node_copy(node, names.__getitem__)
-                names[node].meta = {**node.meta, "stack_trace": before.meta.get("stack_trace")}
+                names[node].meta = {"val": made[node], "stack_trace": before.meta.get("stack_trace")}
     return names[traced.graph.output_node().args[0]]  # type: ignore[index]
+
+
+Known = dict[Hashable, GraphModule]
+
+
+def remembered(fn: Callable[..., Any], values: Sequence[Any], kind: Hashable, known: Known) -> GraphModule:
+    """The ATen calls of fn(*values), traced unless they are known."""
+    try:
+        key = kind, described(values, [])
+    except Unusual:  # lengths are symbolic
+        return make_fx(fn, pre_dispatch=True)(*values)
+    if key not in known:
+        known[key] = make_fx(fn, pre_dispatch=True)(*values)
+    return known[key]
