@@ -40,7 +40,7 @@ class How:
         return How(p, bool(argument(call, 5, "is_causal", False)), scale)
 
 
-def definition(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, how: How) -> Tensor:
+def definition(how: How, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
     """The meaning of one call. q [.., H, M, D], k and v [.., Hkv, N, D], mask bool (True counts) or additive."""
     if k.dim() > 2 and k.shape[-3] != q.shape[-3]:
         groups = q.shape[-3] // k.shape[-3]
@@ -91,7 +91,7 @@ def write_out(module: GraphModule) -> dict[Node, Node]:
 def _write_out(call: Node, known: Known) -> Node:
     mask, how = argument(call, 3, "attn_mask"), How.of(call)
     inputs = [*call.args[:3], *([] if mask is None else [mask])]
-    output = inline(call, lambda q, k, v, m=None: definition(q, k, v, m, how), inputs, how, known)  # type: ignore[arg-type]
+    output = inline(call, lambda *tensors: definition(how, *tensors), inputs, how, known)  # type: ignore[arg-type]
     call.replace_all_uses_with(output)
     return output
 
