@@ -116,6 +116,6 @@ def under_scores(nodes: Iterable[Node]) -> bool:
 
 def held(node: Node) -> bool:
     """Whether one side of a product is a matrix that the model holds: the product is a projection."""
-    while op_name(node) in VIEWS and isinstance(node.args[0], Node):
+    while op_name(node) in (*VIEWS, "to", "_to_copy", "type_as", "float") and isinstance(node.args[0], Node):
         node = node.args[0]
     return node.op != "call_function" and len(node.meta["val"].shape) < 3

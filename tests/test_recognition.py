@@ -191,7 +191,7 @@ def test_the_line_is_that_of_the_operation_in_the_way() -> None:
 def test_nothing_is_said_of_a_graph_without_attention() -> None:
     def router(x: Tensor, w: Tensor, experts: Tensor, out: Tensor) -> Tensor:
         """Mixture of experts, a norm, and the projection of the next layer: a product that the weights do not enter."""
-        top, which = (x @ w).softmax(-1).topk(2)
+        top, which = (x.double() @ w.double()).softmax(-1).to(x.dtype).topk(2)
         y = sum((top * (which == e)).sum(-1, keepdim=True) * (x @ experts[e]) for e in range(4))
         return (y * torch.rsqrt(y.square().mean(-1, keepdim=True))) @ out * torch.exp(x)
 
