@@ -58,10 +58,10 @@ def surveyed(name: str, mode: str, by: Backend = FUSECOMP) -> Result:
     return found
 
 
-def warm() -> None:
+def warm(by: Backend = FUSECOMP) -> None:
     """Compile one model here, so that the processes forked from this one find every module loaded."""
     quiet()
-    survey("llama", "infer")
+    survey("llama", "infer", by)
 
 
 def answer(to: Connection, name: str, mode: str, by: Backend) -> None:
@@ -134,7 +134,7 @@ def main() -> None:
     parser.add_argument("--md", type=Path)
     parser.add_argument("--update", action="store_true", help="keep the rows of --json that are not measured anew")
     given = parser.parse_args()
-    warm()
+    warm(BACKENDS[given.backend])
     rows: list[Result] = []
     if given.update and given.json.exists():
         rows = [Result(**r) for r in json.loads(given.json.read_text())["rows"]]
