@@ -114,10 +114,10 @@ def fuse(gm: GraphModule, example_inputs: Sequence[Any], **options: Any) -> Grap
     `example_inputs` are tensors or numbers of the graph's inputs; lengths are fixed to theirs, unless the graph carries
     symbolic ones. Returns a new GraphModule, or `gm` itself where nothing was fused.
     """
-    from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
     values = placeholder_values(gm)
-    if any(v is None for v in values):
+    if any(v is None for v in values) or len({v.fake_mode for v in values if isinstance(v, FakeTensor)}) > 1:
         mode = FakeTensorMode(allow_non_fake_inputs=True)
         values = [mode.from_tensor(x) if isinstance(x, torch.Tensor) else x for x in example_inputs]
     return rewritten(gm, values, Options.parse(options))

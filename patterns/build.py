@@ -173,6 +173,9 @@ def bind(
 
     blind = scores.fill != float("-inf") and not sees_a_key(scores.keep, found.index("q_idx"), found.index("kv_idx"))
     blind = blind and found.weights.sink is None
+    if blind and found.weights.subtracted:
+        raise Decline(f"a query that sees no key loses the logarithm of the sum in its fill of {scores.fill:g}", anchor,
+                      "use softmax or log_softmax, or fill with -inf")  # fmt: skip
     v_named = named(Var("dv", const(int(found_dv(v)))))
     at = place(anchor)
     region = AttentionRegion(

@@ -98,6 +98,8 @@ def terms_of(e: Expr, sign: int = 1) -> list[tuple[int, Expr]]:
             return terms_of(x, sign) + terms_of(y, -sign)
         case Apply("neg", (x,)):
             return terms_of(x, -sign)
+        case Apply("log", (Apply("div", (Apply("exp", (x,)), total)),)):  # log_softmax
+            return [*terms_of(x, sign), (-sign, apply("log", total))]
     return [(sign, e)]
 
 
@@ -121,7 +123,7 @@ def unshifted(a: Expr, key: Var) -> tuple[Expr, Expr | None]:
         case Apply("where", (c, Const(float() as f), x)) if f == -INF and not reduces(c):
             inner, m = unshifted(x, key)
             return apply("where", c, const(f), inner), m
-        case Apply("add" | "sub"):
+        case Apply("add" | "sub" | "log"):
             terms = terms_of(a)
             shift = [(s, t) for s, t in terms if key.name not in variables(t) and reduces(t)]
             if shift:

@@ -114,6 +114,6 @@ def safe_softmax(lift: Lift, node: Node, index: Index) -> Expr | None:
 
 @rule("log_softmax", "_log_softmax")
 def log_softmax(lift: Lift, node: Node, index: Index) -> Expr | None:
-    """x[n] - log sum_j exp(x[j])"""
-    found = normalised(lift, node, index)
-    return apply("sub", found[0], apply("log", found[1])) if found else None
+    """log(exp(x[n]) / sum_j exp(x[j]))"""
+    p = softmax(lift, node, index)
+    return apply("log", p) if p is not None else None

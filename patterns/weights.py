@@ -1,7 +1,8 @@
 """Softmax weights in an expression, however they were spelled.
 
     exp(a) / sum_j exp(a_j)              softmax(a)
-    exp(a - log sum_j exp(a_j))          softmax(a)            log_softmax(a).exp(), exp(a - logsumexp(a))
+    exp(log(exp(a) / sum_j exp(a_j)))    softmax(a)            log_softmax(a).exp()
+    exp(a - log sum_j exp(a_j))          softmax(a)            exp(a - logsumexp(a))
     exp(a - m) / sum_j exp(a_j - m)      softmax(a)            for any m that is the same for every key
     c exp(a) / sum_j c_j exp(a_j)        softmax(c ? a : -inf) for a choice c between 1 and 0; key-free factors cancel
     exp(a) / (exp(t) + sum_j exp(a_j))   softmax with sink t   cat([a, t]) cut off again; + 1 is t = 0
@@ -46,6 +47,8 @@ class Weights:
     sink: Expr | None = None
     factor: Expr = Const(1.0)
     empty_row: str = "nan"
+    subtracted: bool = False
+    """Whether the logarithm of the sum was subtracted from the scores: it is lost in a large finite fill."""
 
     def times(self, w: Expr) -> Weights:
         return replace(self, factor=apply("mul", self.factor, w))
@@ -236,9 +239,10 @@ def logit(extra: Expr, shift: Expr | None) -> Expr:
 
 def log_normalised(a: Expr, c: Expr, key: Var) -> Weights | None:
     """exp(a - c) with c = log sum_j exp(a_j), or c = m + log sum_j exp(a_j - m), or a sink beside either."""
+    found = None
     match c:
         case Apply("log", (total,)):
-            return normalised(apply("exp", a), total, key)
+            found = normalised(apply("exp", a), total, key)
         case Apply("add", (m, Apply("log", (total,)))) | Apply("add", (Apply("log", (total,)), m)):
-            return normalised(apply("exp", apply("sub", a, m)), total, key)
-    return None
+            found = normalised(apply("exp", apply("sub", a, m)), total, key)
+    return found and replace(found, subtracted=True)

@@ -95,6 +95,19 @@ def exponentials_times_mask_over_one_more(q: Tensor, k: Tensor, v: Tensor, keep:
     return (e @ v) / (e.sum(-1, keepdim=True) + 1)
 
 
+@CASES.decline(masked, "a query that sees no key loses the logarithm of the sum in its fill of -1e+30", dtypes=FULL)
+def logsumexp_of_a_row_without_keys(q: Tensor, k: Tensor, v: Tensor, keep: Tensor) -> Tensor:
+    live = keep & (torch.arange(13) != 4)[:, None]
+    s = scores(q, k).masked_fill(~live, -1e30)
+    return (s - s.logsumexp(-1, keepdim=True)).exp() @ v
+
+
+@CASES.fuse(masked, dtypes=FULL)
+def log_softmax_of_a_row_without_keys(q: Tensor, k: Tensor, v: Tensor, keep: Tensor) -> Tensor:
+    live = keep & (torch.arange(13) != 4)[:, None]
+    return scores(q, k).masked_fill(~live, -1e30).log_softmax(-1).exp() @ v
+
+
 @CASES.fuse(with_sinks, grad=(0, 1, 2, 3))
 def four_sinks_in_front(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor) -> Tensor:
     s = scores(q, k)
