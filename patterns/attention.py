@@ -98,7 +98,7 @@ class Recogniser:
             raise Decline(GATE, anchor)
         if reasons:
             raise reasons[0]
-        raise Decline("its weights reach no product with values", anchor)
+        raise Decline("its weights reach no product with values", anchor, "for attention, multiply the weights by V")
 
     def read(self, lift: Lift, node: Node, spec: Contraction) -> Found:
         """The mathematics at one product: which axis is which, the weights, the values. Raises Decline."""
@@ -110,7 +110,8 @@ class Recogniser:
         if weights is None:
             raise no_weights(lift, lifted, key, node)
         if spec.added is not None:
-            raise Decline("the product of weights and values is added to another tensor in one call", node)
+            reason = "the product of weights and values is added to another tensor in one call"
+            raise Decline(reason, node, "add it afterwards, in a call of its own")
         return Found(node, output, spec, axes, weights.times(spec.scale))
 
 
@@ -186,18 +187,19 @@ def name_axes(spec: Contraction) -> dict[str, Var]:
     kv_idx is contracted; dv is of the values alone; the last axis of the weights alone is q_idx; all others are batch.
     """
     if len(spec.contracted) != 1:
-        raise Decline("the product of weights and values sums over more than one axis")
+        raise Decline("the product of weights and values sums over more than one axis",
+                      advice="sum over the keys alone, and over the other axes afterwards")  # fmt: skip
     key = spec.contracted
     long = [a for a in spec.out_axes if a != "."]
     dv = [a for a in long if a in spec.right_axes and a not in spec.left_axes]
     own = [a for a in spec.left_axes if a in long and a not in spec.right_axes]
     if not dv:
-        raise Decline("the product has no value axis")
+        raise Decline("the product has no value axis", advice="give the values an axis of their own, of length 1")
     rows = [a for a in own if spec.left_axes.index(a) < spec.left_axes.index(key)] or own
     row = rows[-1] if rows else None
     batch = [a for a in long if a not in (row, dv[-1])]
     if len(batch) not in BATCH_NAMES:
-        raise Decline(f"{len(batch)} batch axes; at most 4 are supported")
+        raise Decline(f"{len(batch)} batch axes; at most 4 are supported", advice="fold neighbouring axes into one")
     axes: dict[str, Var] = {
         a: Var(name, spec.size(a)) for a, name in zip(batch, BATCH_NAMES[len(batch)], strict=True)
     }

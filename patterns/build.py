@@ -18,7 +18,7 @@ from fusecomp.patterns.lift import Decline, Lift, Outside
 from fusecomp.patterns.masks import Masked, oriented, sees_a_key, sees_nothing, split
 from fusecomp.patterns.naming import Lengths, SizeSource, memory_order, operand_names, renamed
 from fusecomp.patterns.products import Found, Pair, score_products, value_access
-from fusecomp.patterns.reasons import called
+from fusecomp.patterns.reasons import NEW_TENSOR, ON_ITS_OWN, ONE_FACTOR, called
 from fusecomp.patterns.weights import Weights
 
 
@@ -50,9 +50,9 @@ def build(lift: Lift, found: Found, anchor: Node, shared: Container[Node] = ()) 
     for total in (x for x in parts(scores.score) if isinstance(x, Reduce)):
         if total in lift.reductions:
             raise Outside(lift.reductions[total])
-        raise Decline("each score depends on others through a reduction", anchor)
+        raise Decline("each score depends on others through a reduction", anchor, ON_ITS_OWN)
     if sees_nothing(scores.keep):
-        raise Decline("no query sees any key", anchor)
+        raise Decline("no query sees any key", anchor, "look at the sense of the mask")
     dropout.check(found.weights, found.index("kv_idx"), anchor)
     held = [scores.score, *scores.keep, found.weights.scores, found.weights.factor, found.weights.sink or ZERO]
     products = dict(score_products(lift, found, held, anchor))
@@ -69,9 +69,10 @@ def build(lift: Lift, found: Found, anchor: Node, shared: Container[Node] = ()) 
 def check_free(weights: Weights, products: dict[Load, Pair], key: str) -> None:
     """Neither the factor nor the sink may depend on the scores, nor the sink on the key. Raises Decline."""
     if any(x in products for x in parts(weights.factor)):
-        raise Decline("the weights are multiplied by something that depends on the scores")
+        raise Decline("the weights are multiplied by something that depends on the scores", advice=ONE_FACTOR)
     if weights.sink is not None and (key in variables(weights.sink) or any(x in products for x in parts(weights.sink))):
-        raise Decline("the normaliser adds something that depends on the scores or differs by key")
+        raise Decline("the normaliser adds something that depends on the scores or differs by key",
+                      advice="add the exponential of a number, or of a logit for each head or query")  # fmt: skip
 
 
 # ----------------------------------------------------------------------------------------------------------------
@@ -94,14 +95,14 @@ def closed_interior(
     inside = [n for n in below if n in above and n is not output]
     for node in sorted(inside, key=position.__getitem__):
         if node.name in leaves:
-            raise Decline(f"{called(node)} is not a pointwise function of the scores", node)
+            raise Decline(f"{called(node)} is not a pointwise function of the scores", node, ON_ITS_OWN)
         outside = [u for u in node.users if (u not in above or u not in below) and u not in shared]
         if outside:
             what = "scores" if node in products else "weights or scores"
             raise ReadElsewhere(f"the {what} are read elsewhere too, by {called(outside[0])}", node,
                                 USE_ONCE if op_name(outside[0]) else RETURN_LESS)  # fmt: skip
         if any(w not in below for w in written_arguments(node)):
-            raise Decline("scores are written into a tensor made elsewhere", node)
+            raise Decline("scores are written into a tensor made elsewhere", node, NEW_TENSOR)
     return tuple(sorted(inside, key=position.__getitem__))
 
 

@@ -13,7 +13,7 @@ from fusecomp.ir.expr import Const, Expr, Load, Var, parts, variables
 from fusecomp.patterns.contraction import Contraction
 from fusecomp.patterns.lift import Decline, Lift
 from fusecomp.patterns.operands import operand, values
-from fusecomp.patterns.reasons import no_scores
+from fusecomp.patterns.reasons import OTHER_DTYPE, no_scores
 from fusecomp.patterns.weights import Weights
 
 HALF_OR_SINGLE = ("bfloat16", "float16", "float32")
@@ -110,7 +110,7 @@ def as_product(lift: Lift, found: Found, load: Load, count: int) -> Pair | None:
 def check_head(size: int, what: str, node: Node) -> None:
     """Raise Decline where no kernel is made for heads so wide, or for empty ones."""
     if size > MOST_D:
-        raise Decline(f"{what} {size} is above {MOST_D}", node)
+        raise Decline(f"{what} {size} is above {MOST_D}", node, "split it, and add the products of the parts")
     if not size:
         raise Decline(f"{what} 0", node)
 
@@ -130,7 +130,7 @@ def specialised(spec: Contraction, letter: str) -> int:
 def product_dtype(computed: str, q: str, k: str, node: Node) -> str:
     """What the tensor cores multiply: the dtype of the graph's product, or the narrower one that both sides have."""
     if computed not in HALF_OR_SINGLE:
-        raise Decline(f"products in {computed} have no kernel", node)
+        raise Decline(f"products in {computed} have no kernel", node, OTHER_DTYPE)
     return q if computed == "float32" and q == k and q in HALF_OR_SINGLE else computed
 
 
@@ -138,7 +138,7 @@ def value_access(lift: Lift, found: Found, keep: tuple[Expr, ...]) -> Load:
     """Which element of which tensor V is. Keys outside `keep` have a weight of 0. Raises Decline."""
     spec, dv = found.spec, found.index("dv")
     if dtype(found.product) not in HALF_OR_SINGLE:
-        raise Decline(f"products in {dtype(found.product)} have no kernel", found.product)
+        raise Decline(f"products in {dtype(found.product)} have no kernel", found.product, OTHER_DTYPE)
     letter = next(a for a, v in found.axes.items() if v.name == "dv")
     size = dv.size.value if isinstance(dv.size, Const) else specialised(spec, letter)
     check_head(int(size), "value head size", found.product)

@@ -14,6 +14,13 @@ from fusecomp.patterns.lift import VIEWS, Decline, Lift, runs_over_keys
 
 NO_SOFTMAX = "the left factor of the product is not a softmax over the axis that the product sums over"
 AT_ONCE = "make all scores in one product and mask those outside the window: masked tiles are never visited"
+ANOTHER_AXIS = "the softmax runs over another axis than the product of weights and values sums over"
+ON_ITS_OWN = "a score or weight may depend on its own query, key and position only: do this to q, k, v or the output"
+SAME_AXIS = "normalise over the axis that the product with V sums over, the keys"
+ONE_FACTOR = "multiply the softmax by what does not depend on the scores; other functions of it are not fused"
+NEW_TENSOR = "write out of place: the kernel has no scores to write into"
+BOTH_SIDES = "scores are a product of something with a query axis and something with a key axis"
+OTHER_DTYPE = "products are taken in float32, bfloat16 or float16"
 EACH_TIMES_V = "multiply each softmax by the values on its own, and combine the results"
 
 
@@ -34,10 +41,10 @@ def no_weights(lift: Lift, e: Expr, key: Var, product: Node) -> Decline:
     if len(over_keys) > 1:
         return Decline("the weights are made of more than one softmax", product, EACH_TIMES_V)
     if over_keys:
-        return Decline("the weights are not a softmax of the scores times a factor", product)
+        return Decline("the weights are not a softmax of the scores times a factor", product, ONE_FACTOR)
     if sums:
-        return Decline("the softmax runs over another axis than the product of weights and values sums over", product)
-    return Decline(NO_SOFTMAX, product)
+        return Decline(ANOTHER_AXIS, product, SAME_AXIS)
+    return Decline(NO_SOFTMAX, product, SAME_AXIS)
 
 
 def normalises(total: Reduce, e: Expr, key: Var) -> bool:
@@ -55,8 +62,9 @@ def no_scores(lift: Lift, score: Expr, anchor: Node) -> Decline:
     products = [lift.facts.names[x.tensor] for x in loads(score) if x.tensor in lift.products]
     for node in products:
         if under_scores(node.all_input_nodes):
-            return Decline(f"{called(node)} mixes scores of different heads, queries or keys", node)
-    return Decline("no product of queries and keys lies under the softmax", products[0] if products else anchor)
+            return Decline(f"{called(node)} mixes scores of different heads, queries or keys", node, ON_ITS_OWN)
+    where = products[0] if products else anchor
+    return Decline("no product of queries and keys lies under the softmax", where, BOTH_SIDES)
 
 
 def in_the_way(lift: Lift, e: Expr, what: str) -> Decline | None:
@@ -72,11 +80,11 @@ def in_the_way(lift: Lift, e: Expr, what: str) -> Decline | None:
             continue
         writer = lift.facts.first_write(node, lift.facts.position[node], lift.reads[load.tensor].at)
         if writer is not None:
-            return Decline(f"{called(writer)} writes into the {what} in place", writer)
+            return Decline(f"{called(writer)} writes into the {what} in place", writer, NEW_TENSOR)
         if scores is not None and what == "weights":
-            return Decline(f"{called(node)} mixes weights of different heads, queries or keys", node)
+            return Decline(f"{called(node)} mixes weights of different heads, queries or keys", node, ON_ITS_OWN)
         if scores is None:
-            return Decline(f"{called(node)} is not a pointwise function of the {what}", node)
+            return Decline(f"{called(node)} is not a pointwise function of the {what}", node, ON_ITS_OWN)
     return None
 
 

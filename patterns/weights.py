@@ -234,7 +234,8 @@ def logit(extra: Expr, shift: Expr | None) -> Expr:
         case Const():
             reason = f"the normaliser adds {extra.value!r} to exponentials that were shifted by a reduction"
             raise Decline(reason, advice="add it times exp(-m), m being the shift; or leave it out: the sum is above 1")
-    raise Decline("the normaliser adds something that is not the exponential of a logit")
+    raise Decline("the normaliser adds something that is not the exponential of a logit",
+                  advice="add the exponential of a number, or of a logit for each head or query")  # fmt: skip
 
 
 def log_normalised(a: Expr, c: Expr, key: Var) -> Weights | None:
