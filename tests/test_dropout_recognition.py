@@ -133,9 +133,9 @@ def returned(q: Tensor, k: Tensor, v: Tensor) -> Any:
     return w @ v, w
 
 
-def used_twice(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+def used_twice(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     w = F.dropout(scores(q, k).softmax(-1), P)
-    return w @ v + w @ (2 * v)
+    return w @ v, w @ (2 * v)
 
 
 def in_the_sum_too(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -159,7 +159,6 @@ def by_hand(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         (in_place, "`dropout_` with p = 0.3 in training"),
         (whole_channels, "`feature_dropout` with p = 0.3 in training"),
         (returned, "read elsewhere too"),
-        (used_twice, "read elsewhere too"),
         (in_the_sum_too, "multiplied by a tensor before they are normalised"),
         (keys_first, "whose last axis is not the keys"),
         (by_hand, "`rand_like` is not a pointwise function of the scores"),
@@ -191,3 +190,10 @@ def test_what_never_drops_costs_nothing(how: tuple[float, bool], heard: list[Com
         assert not isinstance(without, Declined)
         assert done.entries[0].region is not None
         assert done.entries[0].region.key == without.region.key
+
+
+def test_two_products_of_the_same_weights_drop_the_same(heard: list[Compilation]) -> None:
+    once, doubled = compiled(used_twice)(*draw())
+    assert heard[0].fused == 2
+    torch.testing.assert_close(doubled, 2 * once)
+    assert not torch.equal(once, compiled(used_twice)(*draw())[0])
