@@ -64,9 +64,11 @@ def kernel_of(key: str) -> Kernel:
 
 
 def empty_ordered(shape: Sequence[int], order: Sequence[int], like: Tensor, dtype: torch.dtype) -> Tensor:
-    """An empty tensor of `shape` whose axes lie in memory in the given order, outermost first."""
-    memory = torch.empty([shape[i] for i in order], dtype=dtype, device=like.device)
-    return memory.permute([list(order).index(i) for i in range(len(order))])
+    """An empty tensor of `shape` whose axes lie in memory in the given order, outermost first.
+
+    No view, since autograd refuses to write in place into a view that an operator made.
+    """
+    return torch.empty_permuted(list(shape), list(order), dtype=dtype, device=like.device)
 
 
 def run(launch: Launch, out: Tensor, *args: Any) -> None:
