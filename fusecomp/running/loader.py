@@ -10,8 +10,9 @@ import importlib.util
 import os
 import sys
 import tempfile
+from importlib.machinery import SourceFileLoader
 from pathlib import Path
-from types import ModuleType
+from types import CodeType, ModuleType
 
 from fusecomp.codegen.interpreter import interpreting, teach
 from fusecomp.codegen.source import KernelSource
@@ -60,8 +61,16 @@ def _write(path: Path, text: str) -> None:
         raise
 
 
+class _FromText(SourceFileLoader):
+    """Runs the text, whose hash was checked, never bytecode that lies beside it; and leaves none."""
+
+    def get_code(self, fullname: str) -> CodeType:
+        path = self.get_filename(fullname)
+        return self.source_to_code(self.get_data(path), path)  # type: ignore[no-any-return]
+
+
 def _import(path: Path, name: str) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(name, path)
+    spec = importlib.util.spec_from_file_location(name, path, loader=_FromText(name, str(path)))
     if spec is None or spec.loader is None:
         raise KernelError(f"{path} cannot be imported as a module")
     module = importlib.util.module_from_spec(spec)
