@@ -118,7 +118,7 @@ def row_products(frame: GradientFrame) -> tuple[str, list[str]]:
         *queries.output_tiles(plain, "grad_out", "do", cast=False),
     ]
     holes = {
-        "program": ["program = tl.program_id(0)", *batch_axes(plain, "program")],
+        "program": batch_axes(plain),
         "rows": query_rows(plain),
         "columns": columns(plain),
         "output": output,
@@ -131,7 +131,7 @@ def row_products(frame: GradientFrame) -> tuple[str, list[str]]:
 def query_gradient(frame: GradientFrame) -> tuple[str, list[str]]:
     """dQ: one program walks the keys of one query tile."""
     holes = {
-        "program": ["program = tl.program_id(0)", *batch_axes(frame, "program")],
+        "program": batch_axes(frame),
         "rows": query_rows(frame),
         "columns": columns(frame),
         "fixed": fixed_loads(frame),

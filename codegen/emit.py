@@ -125,8 +125,7 @@ def prefill(frame: Frame, saves_lse: bool = False) -> tuple[str, list[str]]:
     """(kernel, launcher) where one program walks the keys of one query tile."""
     if saves_lse:
         require_lse(frame)
-    program = ["program = tl.program_id(0)", *batch_axes(frame, "program")]
-    holes = {**common(frame), "program": program, "state": state(frame), "rescue": rescue(frame)}
+    holes = {**common(frame), "program": batch_axes(frame), "state": state(frame), "rescue": rescue(frame)}
     holes["store"] = [*(store_lse(frame) if saves_lse else []), *store(frame)]
     full_begin = "full_begin" if frame.k_begin != "0" or frame.tabled else "0"
     kernel, params = finished(frame, PREFILL, "attention", {**holes, "full_begin": full_begin})
@@ -169,10 +168,10 @@ def decode(frame: Frame) -> tuple[str, list[str]]:
 
 def rescue_kernel(frame: Frame) -> tuple[str, list[str]]:
     """(kernel, parameters) of the rows that saw no key in any share."""
-    every = Frame(frame.region, frame.plan, every_key=True)
+    every, shared = Frame(frame.region, frame.plan, every_key=True), common(frame)
     assert frame.filled is not None
     holes: dict[str, str | list[str]] = {
-        **{name: common(frame)[name] for name in ("rows", "columns", "fixed", "query", "pointers")},
+        **{name: shared[name] for name in ("rows", "columns", "fixed", "query", "pointers")},
         "program": decoded(frame),
         "stored_rows": stored_rows(frame),
         "level": unseen_below(frame),

@@ -62,11 +62,14 @@ def by_name(tensors: Sequence[str], sizes: Sequence[str]) -> Lines:
     return [f"{', '.join(names)}{',' * (len(names) == 1)} = {what}" for what, names in lists if names]
 
 
+def launched_tiles(frame: Frame) -> str:
+    """How many tiles the queries make, on the host."""
+    return f"triton.cdiv({triton_text(frame.q_idx.size, frame.names)}, {frame.rows_per_tile_name}.value)"
+
+
 def units(frame: Frame) -> str:
     """Query tiles over the batch axes."""
-    rows = frame.rows_per_tile_name
-    tiles = f"triton.cdiv({triton_text(frame.q_idx.size, frame.names)}, {rows}.value)"
-    return " * ".join([*outer_sizes(frame), tiles])
+    return " * ".join([*outer_sizes(frame), launched_tiles(frame)])
 
 
 def outer_sizes(frame: Frame) -> list[str]:

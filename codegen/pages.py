@@ -4,8 +4,8 @@
 
     where a page divides the tile    kv_idx // page = key // page + n // page     kv_idx % page = n % page
 
-What a tile looks up is a value with a name, one for each key. Where the tile divides the page it could be one for all,
-but a single number is not fetched ahead of its tile, and takes longer than the same number for each key.
+What a tile looks up is a value with a name, one for each key, also where the tile divides the page: vectors are fetched
+ahead of their tile, single numbers are not.
 """
 
 from __future__ import annotations

@@ -14,16 +14,19 @@ from fusecomp.ir.ranges import Bound
 Lines = list[str]
 
 
-def batch_axes(frame: Frame, program: str) -> Lines:
+def tile_count(frame: Frame) -> str:
+    """How many tiles the queries make, in the kernel."""
+    return f"q_tiles = tl.cdiv({triton_text(frame.q_idx.size, frame.names)}, {frame.rows_per_tile_name})"
+
+
+def batch_axes(frame: Frame) -> Lines:
     """program = outer * q_tiles + tile, query tiles fastest; outer = b * H + h."""
-    size = triton_text(frame.q_idx.size, frame.names)
-    tile = f"{program} % q_tiles"
-    lines = [f"q_tiles = tl.cdiv({size}, {frame.rows_per_tile_name})"]
+    lines, tile = ["program = tl.program_id(0)", tile_count(frame)], "program % q_tiles"
     if frame.heavy_last or frame.tabled:
         lines.append("# The tile with most keys first: the grid's tail is short")
         tile = f"(q_tiles - 1 - {tile})"
     lines.append(f"q_start = {tile} * {frame.rows_per_tile_name}")
-    return [*lines, f"outer = tl.cast({program} // q_tiles, tl.int64)", *decoded(frame)]
+    return [*lines, "outer = tl.cast(program // q_tiles, tl.int64)", *decoded(frame)]
 
 
 def decoded(frame: Frame) -> Lines:

@@ -14,10 +14,9 @@ the parts of a request depend on its own length alone.
 from __future__ import annotations
 
 from fusecomp.codegen.frame import Frame
-from fusecomp.codegen.launcher import parameters
+from fusecomp.codegen.launcher import launched_tiles, parameters
 from fusecomp.codegen.memory import fixed_loads
-from fusecomp.codegen.printer import triton_text
-from fusecomp.codegen.program import factor, key_range
+from fusecomp.codegen.program import factor, key_range, tile_count
 from fusecomp.codegen.skeletons import BALANCED, SCHEDULE, fill
 from fusecomp.codegen.source import names_read, tidy
 from fusecomp.ir.expr import Var, variables
@@ -38,9 +37,7 @@ def tiles_are_requests(frame: Frame) -> bool:
 
 def decoded(frame: Frame) -> Lines:
     """(request, free) -> the batch axes and the query tile."""
-    size = triton_text(frame.q_idx.size, frame.names)
-    tiles = f"q_tiles = tl.cdiv({size}, {frame.rows_per_tile_name})"
-    return [tiles, *_split_up(frame, "request"), *_split_up(frame, "free")]
+    return [tile_count(frame), *_split_up(frame, "request"), *_split_up(frame, "free")]
 
 
 def _split_up(frame: Frame, name: str) -> Lines:
@@ -66,16 +63,14 @@ def count(frame: Frame, name: str) -> str:
     """How many there are of either, on the host."""
     sizes = [factor(v.size, frame) for v in axes_of(frame, name)]
     if tiles_are_requests(frame) == (name == "request"):
-        sizes.append(f"triton.cdiv({triton_text(frame.q_idx.size, frame.names)}, {frame.rows_per_tile_name}.value)")
+        sizes.append(launched_tiles(frame))
     return " * ".join(sizes) or "1"
 
 
 def schedule(frame: Frame) -> tuple[str, str]:
     """(the functions that find a program's share, what they take beside their own: ", lengths_ptr, N")."""
-    size = triton_text(frame.q_idx.size, frame.names)
-    tiles = f"q_tiles = tl.cdiv({size}, {frame.rows_per_tile_name})"
     body = {
-        "request": [tiles, *_split_up(frame, "request")],
+        "request": [tile_count(frame), *_split_up(frame, "request")],
         "fixed": fixed_loads(frame),
         "key_range": key_range(frame),
     }
