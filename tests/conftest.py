@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
+import torch
 from kernels import Interpreter
+
+import fusecomp
 
 
 @pytest.fixture(scope="session")
@@ -14,3 +18,12 @@ def interpreter() -> Iterator[Interpreter]:
     found = Interpreter()
     yield found
     found.close()
+
+
+@pytest.fixture
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Kernels and verdicts of this test alone; nothing compiled before it is left."""
+    monkeypatch.setenv("FUSECOMP_CACHE_DIR", str(tmp_path / "cache"))
+    torch._dynamo.reset()
+    fusecomp.reset()
+    return tmp_path / "cache"

@@ -15,13 +15,7 @@ from torch import Tensor
 import fusecomp
 from fusecomp.running import cache
 
-
-@pytest.fixture(autouse=True)
-def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("FUSECOMP_CACHE_DIR", str(tmp_path / "cache"))
-    torch._dynamo.reset()
-    fusecomp.reset()
-    return tmp_path / "cache"
+pytestmark = pytest.mark.usefixtures("own_cache")
 
 
 def plain(q: Tensor, k: Tensor, v: Tensor) -> Tensor:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,13 +21,7 @@ from fusecomp.running import blocks, cpu
 from fusecomp.running.backward import gradients
 
 P = 0.3
-
-
-@pytest.fixture(autouse=True)
-def fresh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("FUSECOMP_CACHE_DIR", str(tmp_path / "cache"))
-    torch._dynamo.reset()
-    fusecomp.reset()
+pytestmark = pytest.mark.usefixtures("own_cache")
 
 
 def draw(**how: Any) -> list[Tensor]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,19 +13,12 @@ from recognising import candidates
 from torch import Tensor, nn
 from transformers import BertConfig, BertModel
 
-import fusecomp
 from fusecomp import backend
 from fusecomp.patterns.attention import Declined
 from fusecomp.pipeline import Compilation
 
 P = 0.3
-
-
-@pytest.fixture(autouse=True)
-def fresh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("FUSECOMP_CACHE_DIR", str(tmp_path / "cache"))
-    torch._dynamo.reset()
-    fusecomp.reset()
+pytestmark = pytest.mark.usefixtures("own_cache")
 
 
 @pytest.fixture

@@ -23,13 +23,7 @@ from fusecomp.patterns.build import Match
 from fusecomp.running import cpu, inputs, lower, operator, verify
 from fusecomp.running.operator import Kernel, empty_ordered, register
 
-
-@pytest.fixture(autouse=True)
-def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("FUSECOMP_CACHE_DIR", str(tmp_path / "cache"))
-    torch._dynamo.reset()
-    fusecomp.reset()
-    return tmp_path / "cache"
+pytestmark = pytest.mark.usefixtures("own_cache")
 
 
 def plain(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
