@@ -205,13 +205,21 @@ def machine() -> dict[str, str]:
     }
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+def options(description: str | None) -> argparse.Namespace | None:
+    """[OUT.json] and --only NAMES of a benchmark's command line; None where there is no GPU to time on."""
+    parser = argparse.ArgumentParser(description=description)
     parser.add_argument("out", nargs="?", default="")
     parser.add_argument("--only", default="")
     chosen = parser.parse_args()
-    if not torch.cuda.is_available():
-        print("no GPU: nothing is timed")
+    if torch.cuda.is_available():
+        return chosen
+    print("no GPU: nothing is timed")
+    return None
+
+
+def main() -> None:
+    chosen = options(__doc__)
+    if chosen is None:
         return
     wanted = [w for w in chosen.only.split(",") if w]
     rows: list[dict[str, Any]] = []

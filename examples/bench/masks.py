@@ -8,7 +8,6 @@ timed; `table_ms` is what the table alone costs, once for all layers.
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 import sys
@@ -25,7 +24,7 @@ from fusecomp.planning import visits as planned
 from fusecomp.running import visits
 
 sys.path.insert(0, str(Path(__file__).parent))
-from kernels import Run, error, machine, peak, sustained
+from kernels import Run, error, machine, options, peak, sustained
 
 B, H = 4, 16
 
@@ -216,12 +215,8 @@ def times(
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("out", nargs="?", default="")
-    parser.add_argument("--only", default="")
-    chosen = parser.parse_args()
-    if not torch.cuda.is_available():
-        print("no GPU: nothing is timed")
+    chosen = options(__doc__)
+    if chosen is None:
         return
     about = machine() | {"command": "python examples/bench/masks.py", "protocol": "0.1 s back to back; both orders"}
     rows: list[dict[str, Any]] = []

@@ -9,7 +9,6 @@ kernel that only reads as many bytes. Peers: eager and Inductor on the same func
 
 from __future__ import annotations
 
-import argparse
 import inspect
 import json
 import statistics
@@ -22,7 +21,7 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
-from kernels import machine
+from kernels import machine, options
 from torch import Tensor
 from torch.nn.attention.flex_attention import flex_attention
 
@@ -228,12 +227,8 @@ def measure(case: Case, slow: bool) -> list[dict[str, Any]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("out", nargs="?", default="")
-    parser.add_argument("--only", default="")
-    chosen = parser.parse_args()
-    if not torch.cuda.is_available():
-        print("no GPU: nothing is timed")
+    chosen = options(__doc__)
+    if chosen is None:
         return
     rows: list[dict[str, Any]] = []
     for case in CASES:
