@@ -35,10 +35,11 @@ TIE = 0.01
 """Times so near each other are one."""
 DECODE_TILE = 32 * 1024
 """B of K and V in a tile of decoding. Times tie, being those of the memory; so many bytes on their way in each of the
-four programs of a multiprocessor came nearest to its rate on an H200, with two warps and two stages."""
+four programs of a multiprocessor came nearest to its rate, with two warps and two stages
+(examples/bench/records/decode_tiles_h200.json)."""
 RESIDENT = 4
 """Of decoding: programs of a multiprocessor that share the keys, at most. More have shorter shares, and starting and
-combining them costs more than it gains (measured on an H200)."""
+combining them costs more than it gains where requests are few (the same record)."""
 SIDES = (16, 32, 64, 128)
 
 
