@@ -11,9 +11,10 @@ from fusecomp.errors import PlanError
 from fusecomp.ir.algebra import apply
 from fusecomp.ir.expr import Load
 from fusecomp.planning import cost, device, textbook
-from fusecomp.planning.candidate import Launch, Tile
+from fusecomp.planning.candidate import Launch
 from fusecomp.planning.chunks import chunks, power
 from fusecomp.planning.facts import facts, lengths, visits
+from fusecomp.planning.tile import Tile
 from fusecomp.planning.workload import KV_IDX, B, H, Workload
 
 

@@ -11,7 +11,8 @@ import pytest
 
 from fusecomp.planning import device
 from fusecomp.planning import plan as planning
-from fusecomp.planning.candidate import Launch, Tile
+from fusecomp.planning.candidate import Launch
+from fusecomp.planning.tile import Tile
 from fusecomp.planning.workload import Workload
 
 RECORD = json.loads((Path(__file__).parents[1] / "examples/bench/records/tiles_h200.json").read_text())

@@ -1,32 +1,17 @@
-"""One tile, and the values that the equations of `cost` take for it."""
+"""The values that the equations of `cost` take for one tile."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 from fusecomp.ir.expr import Const, Expr, Load, Var, parts
 from fusecomp.ir.region import AttentionRegion
 from fusecomp.planning.cost import FITTED, evaluate
 from fusecomp.planning.device import Device
 from fusecomp.planning.facts import WIDTH, Facts, facts, lengths, value, visits
-
-TCGEN05_BARRIERS = 1056
-"""B that a kernel with tcgen05 takes for its barriers and for the address of its tensor memory, at most."""
-
-
-@dataclass(frozen=True)
-class Tile:
-    """BLOCK_M x BLOCK_N and its schedule."""
-
-    block_m: int
-    block_n: int
-    warps: int
-    stages: int
-    pack: int = 1
-    loads: str = "pointer"
-    """How K and V are fetched: "pointer" or "descriptor"."""
+from fusecomp.planning.resources import ALLOCATED, compiler
+from fusecomp.planning.tile import Tile
 
 
 class Launch:
@@ -35,7 +20,8 @@ class Launch:
     def __init__(self, region: AttentionRegion, sizes: Mapping[str, int], device: Device, decode: bool) -> None:
         self.region, self.sizes, self.device, self.decode = region, dict(sizes), device, decode
         self.known, self.at = facts(region), lengths(region, sizes)
-        self.fixed = {**FITTED, **_of_region(self.known), **_of_device(device, self.known), **self._of_lengths()}
+        found = _of_region(self.known), _of_device(device, self.known), self._of_lengths()
+        self.fixed = {name: x for held in (ALLOCATED, FITTED, *found) for name, x in held.items()}
         self.describable = not decode and device.descriptors and self.known.describable
         """Whether descriptors may bring K and V, provided that they lie as descriptors want them."""
         self._visits: dict[tuple[int, int], tuple[int, int]] = {}
@@ -49,6 +35,7 @@ class Launch:
 
     def quantities(self, tile: Tile) -> dict[str, float]:
         """Every quantity of `cost.QUANTITIES` for one tile."""
+        made = compiler(tile, self.known, self.device)
         visited, tested = self.visits(max(1, tile.block_m // tile.pack), tile.block_n)
         return evaluate(
             {
@@ -61,7 +48,8 @@ class Launch:
                 "DESC": int(tile.loads == "descriptor"),
                 "TILES": visited,
                 "TESTED": tested,
-                **compiler(tile, self.known, self.device),
+                **made,
+                "MMA_SHARE": _share(tile, made, self.device),
             }
         )
 
@@ -79,33 +67,10 @@ class Launch:
         }
 
 
-def compiler(tile: Tile, known: Facts, device: Device) -> dict[str, float]:
-    """What the compiler makes of a tile: which matrix instruction, and what passes through shared memory.
-
-    wgmma (sm_90) takes four warps x 16 rows and reads both operands of Q K^T from shared memory, 64 rows at a time;
-    tcgen05 (sm_100) 128 rows; mma.sync has each warp read K and V for its own rows.
-    """
-    tensor = known.dtype != "float32" or known.precision == "tf32"
-    direct = tensor and device.capability >= 90 and tile.block_m >= 64
-    native = {90: 64, 100: 128}.get(device.capability, 64)
-    per_warp = max(16, tile.block_m // tile.warps)
-    rows, values = tile.block_m / tile.warps, max(known.dv_chunks)
-    wide = values >= (64 if rows < 16 else 128 if rows == 16 else 256)
-    crosses = tile.block_m == 16 or (wide and len(known.dv_chunks) == 1)
-    return {
-        "WGMMA": int(direct),
-        "DOT": int(not tensor),
-        "BARRIERS": TCGEN05_BARRIERS if device.capability >= 100 else 0,
-        "MMA_ROWS": native if direct else per_warp,
-        "MMA_SHARE": _share(tile, tensor, direct or device.capability < 90, device),
-        "SCRATCH": int(not direct and (crosses or not tensor)),
-    }
-
-
-def _share(tile: Tile, tensor: bool, native: bool, device: Device) -> float:
+def _share(tile: Tile, made: Mapping[str, float], device: Device) -> float:
     """Of the peak. With no matrix instruction, a thread of s scores loads 2 sqrt(s) operands for s multiply-adds."""
-    if tensor:
-        return 1.0 if native else FITTED["SYNC_MMA"]
+    if not made["DOT"]:
+        return 1.0 if made["WGMMA"] or device.capability < 90 else FITTED["SYNC_MMA"]
     scores = tile.block_m * tile.block_n / (tile.warps * device.warp)
     return 1 / (1 + FITTED["LOADS_DOT"] / math.sqrt(scores))
 

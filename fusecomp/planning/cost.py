@@ -7,11 +7,23 @@ table, the region's counts from `facts`, and what neither says (how much a compi
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import lru_cache, partial
+from functools import lru_cache
 from operator import itemgetter
 from typing import Any
 
 import sympy
+
+from fusecomp.planning.resources import (
+    SMEM_RESERVED,
+    kv_tile,
+    q_tile,
+    registers,
+    smem,
+    spilled,
+    turned,
+    vectors,
+)
+from fusecomp.planning.symbols import *
 
 FITTED = {
     "SETUP": 4.21e-6,  # s: a program's start and its last stores
@@ -32,93 +44,17 @@ FITTED = {
     "HBM_LATENCY": 0.9e-6,  # s: one load under full traffic
     "SYNC_MMA": 0.62,  # of the peak that mma.sync reaches where wgmma or tcgen05 set the peak
     "LOADS_DOT": 2.0,  # slots that a float32 product's operands take, times the square root of a thread's scores
-    "REG_BASE": 27,  # registers a thread: addresses, row statistics, loop state
-    "REG_MASK": 12.5,  # for each of the first three operations on a score: their operands, the second loop's state
-    "REG_SPLIT": 26,  # where D is two chunks: addresses and Q's second part
-    "REG_SUM": 1.2,  # a float32 sum of the accumulator, and its copies while it is rescaled
-    "REG_PAIR": 1.06,  # a pair's score in float32, then its probability in half precision
-    "REG_PAIR_DESCRIBED": 0.19,  # more of a pair through descriptors: fitted on times; registers alone would say 0.4
-    "REG_DOT": 0.2,  # a pair's operands in a float32 product, for each of its first 64 terms
-    "REG_DRAW": 45,  # where weights are dropped: the generator's state, what is kept of a tile
-    "REG_VECTOR": 1.67,  # one 64-bit address for each 16 bytes that a thread loads of K and V, some shared
     "SPILL": 4.78,  # times that a spilled register is stored and loaded in a tile
-    "SMEM_RESERVED": 1024,  # B: what the driver takes of each program
 }
-"""The only numbers that no data sheet gives. Registers: fitted on generated kernels compiled for sm_90. Times: on the
-tiles of `examples/bench/records/tiles_h200.json`, all of them, the regret of each pick weighing most: nothing was held
-out. FMA_PAIR and TEST_PAIR lie at the least that the search allowed."""
+"""The only numbers of times that no data sheet gives, fitted on the tiles of `examples/bench/records/tiles_h200.json`,
+all of them, the regret of each pick weighing most: nothing was held out. FMA_PAIR and TEST_PAIR lie at the least that
+the search allowed."""
 
-
-def _as_written(function: Any) -> Any:
-    """A function that sympy leaves as it is written: to simplify this page takes seconds, at every import."""
-    return partial(function, evaluate=False)
-
-
-Max, Min, ceiling, floor = map(_as_written, (sympy.Max, sympy.Min, sympy.ceiling, sympy.floor))
-
-
-def _symbols(names: str) -> list[Any]:
-    return list(sympy.symbols(names, nonnegative=True))
-
-
-# The tile and the schedule
-BLOCK_M, BLOCK_N, WARPS, STAGES, PACK = _symbols("BLOCK_M BLOCK_N WARPS STAGES PACK")
-# The region: D and DV as Triton holds them, WIDTH in bytes; bytes of a row of Q, K, V, O; work and bytes of a pair
-D, DV, CHUNK, WIDTH, Q_ROW, K_ROW, V_ROW, O_ROW = _symbols("D DV CHUNK WIDTH Q_ROW K_ROW V_ROW O_ROW")
-FMA, SFU, TEST, DRAWS, LOAD, LOAD_UNIQUE, PASSES = _symbols("FMA SFU TEST DRAWS LOAD LOAD_UNIQUE PASSES")
-# The launch: heads over the batch, lengths, tiles visited and tested by one head, keys reached by any query
-HEADS, KV_HEADS, M, N, TILES, TESTED, REACHED = _symbols("HEADS KV_HEADS M N TILES TESTED REACHED")
-# The device
-SMS, SMEM_PER_SM, REGS_PER_SM, REGS_MAX, THREADS_PER_SM, WARP = _symbols("SMS SMEM_SM REGS_SM REGS_MAX THREADS_SM WARP")
-MMA_RATE, SFU_RATE, FMA_RATE, SMEM_RATE, L2_RATE, HBM_RATE, L2, LAUNCH = _symbols(
-    "MMA SFUS FMAS SMEM L2RATE HBM L2 LAUNCH"
-)
-# Choices that the compiler makes from the above: 1 or 0
-SPLIT, WGMMA, SCRATCH, DOT, BARRIERS, MMA_ROWS, MMA_SHARE, DESC = _symbols(
-    "SPLIT WGMMA SCRATCH DOT BARRIERS MMA_ROWS MMA_SHARE DESC"
-)
-SETUP, DESCRIBE, WAIT, WAIT_DESCRIBED, MEET, SPILL = _symbols("SETUP DESCRIBE WAIT WAIT_DESCRIBED MEET SPILL")
-FMA_PAIR, SFU_PAIR, TURN, FMA_VECTOR, FMA_ROW, SFU_ROW, TEST_PAIR = _symbols(
+SETUP, DESCRIBE, WAIT, WAIT_DESCRIBED, MEET, SPILL = symbols("SETUP DESCRIBE WAIT WAIT_DESCRIBED MEET SPILL")
+FMA_PAIR, SFU_PAIR, TURN, FMA_VECTOR, FMA_ROW, SFU_ROW, TEST_PAIR = symbols(
     "FMA_PAIR SFU_PAIR TURN FMA_VECTOR FMA_ROW SFU_ROW TEST_PAIR"
 )
-L2_SHARE, L2_DESCRIBED, L2_USABLE, HBM_LATENCY, SMEM_RESERVED = _symbols(
-    "L2_SHARE L2_DESCRIBED L2_USABLE HBM_LATENCY SMEM_RESERVED"
-)
-REG_BASE, REG_MASK, REG_SPLIT, REG_SUM, REG_PAIR, REG_PAIR_DESCRIBED, REG_DOT, REG_DRAW, REG_VECTOR = _symbols(
-    "REG_BASE REG_MASK REG_SPLIT REG_SUM REG_PAIR REG_PAIR_DESCRIBED REG_DOT REG_DRAW REG_VECTOR"
-)
-
-threads = WARPS * WARP
-
-# Shared memory of one program, B, as Triton allocates it: loads that feed wgmma or tcgen05 keep one buffer a stage,
-# loads that go through registers (mma.sync, biases) one less; Q lies there for wgmma and passes through for mma.sync,
-# as P may, and a byte of each pair that a dropout decides.
-q_tile = WIDTH * BLOCK_M * D
-kv_tile = WIDTH * BLOCK_N * (D + DV)
-p_tile = WIDTH * BLOCK_M * BLOCK_N
-buffers = STAGES - 1 + WGMMA
-pipelined = 1024 * DESC + q_tile + buffers * kv_tile + (STAGES - 1) * LOAD * BLOCK_M * BLOCK_N + SCRATCH * p_tile
-unpipelined = q_tile + WIDTH * BLOCK_N * CHUNK + p_tile * Max(SCRATCH, Min(1, LOAD), Min(1, Max(0, WIDTH - 2)))
-smem = sympy.Piecewise((unpipelined, STAGES < 2), (pipelined, True)) + BARRIERS + DRAWS * BLOCK_M * BLOCK_N
-
-# 32-bit registers of one thread: the float32 accumulator, the score and its probability, the operands of a product that
-# no matrix instruction does, an address for each 16 bytes loaded, the rest
-accumulator = BLOCK_M * DV / threads
-scores = BLOCK_M * BLOCK_N / threads
-turned = WGMMA * Min(1, Max(0, WIDTH - 2))  # wgmma wants float32 V turned: it comes 4 bytes at a time
-vectors = (1 - DESC) * WIDTH * BLOCK_N * (D + DV * (1 + 3 * turned)) / (16 * threads)
-operand = (1 - WGMMA) * (1 - DOT) * WIDTH * 16 * BLOCK_N / (4 * WARP)  # mma.sync holds 16 rows of K or V itself
-registers = (
-    REG_SUM * accumulator
-    + (REG_PAIR + DESC * REG_PAIR_DESCRIBED + turned + DOT * REG_DOT * Min(D, 64)) * scores
-    + REG_VECTOR * vectors
-    + REG_MASK * Min(3, TEST + FMA + SFU)
-    + REG_DRAW * DRAWS
-    + REG_SPLIT * (1 - DESC) * Min(1, D + DV - Min(D + DV, 2 * CHUNK))
-    + operand
-    + REG_BASE
-)
-spilled = Max(0, registers - REGS_MAX)
+L2_SHARE, L2_DESCRIBED, L2_USABLE, HBM_LATENCY = symbols("L2_SHARE L2_DESCRIBED L2_USABLE HBM_LATENCY")
 
 # Programs: one for each query tile of a head (of a group of PACK heads) and each part of its keys
 query_tiles = ceiling(M / floor(BLOCK_M / PACK))
@@ -196,7 +132,7 @@ launch_s = LAUNCH * (1 + Min(1, splits - 1)) + start_s
 
 # The second page, in the results of the first: a closed queueing network. Reiser and Lavenberg's mean value analysis in
 # Schweitzer's form: who arrives finds the share (n - 1) / n of each pipe's mean queue.
-MULTIPLY, ELEMENT, DELAY, GROUPS, BUSY, MOVING, LAUNCHES = _symbols(
+MULTIPLY, ELEMENT, DELAY, GROUPS, BUSY, MOVING, LAUNCHES = symbols(
     "multiply_s element_s delay_s groups busy moving_s launch_s"
 )
 
@@ -254,7 +190,7 @@ class _Page:
         self.symbols = sorted({str(s) for e in expressions for s in e.free_symbols})
         self._inputs = itemgetter(*self.symbols)
         with sympy.evaluate(False):
-            self._run = sympy.lambdify(_symbols(" ".join(self.symbols)), expressions, modules="math", cse=True)
+            self._run = sympy.lambdify(symbols(" ".join(self.symbols)), expressions, modules="math", cse=True)
 
     def __call__(self, values: Mapping[str, float]) -> dict[str, float]:
         return dict(zip(self.names, self._run(*self._inputs(values)), strict=True))

@@ -15,12 +15,12 @@ from typing import Any
 
 from fusecomp.errors import PlanError
 from fusecomp.ir.region import AttentionRegion
-from fusecomp.planning.candidate import Launch, Tile
+from fusecomp.planning.candidate import Launch
 from fusecomp.planning.chunks import power
 from fusecomp.planning.cost import bound
 from fusecomp.planning.device import Device, current
 from fusecomp.planning.facts import lengths
-from fusecomp.planning.tile import Cost, Rejected, TilePlan
+from fusecomp.planning.tile import Cost, Rejected, Tile, TilePlan
 from fusecomp.planning.visits import visits
 from fusecomp.planning.workload import Workload
 

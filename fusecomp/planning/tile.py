@@ -1,8 +1,21 @@
-"""The plan of one kernel, and what it is predicted to cost."""
+"""A tile, the plan of one kernel, and what it is predicted to cost."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Tile:
+    """BLOCK_M x BLOCK_N and its schedule."""
+
+    block_m: int
+    block_n: int
+    warps: int
+    stages: int
+    pack: int = 1
+    loads: str = "pointer"
+    """How K and V are fetched: "pointer" or "descriptor"."""
 
 
 @dataclass(frozen=True)

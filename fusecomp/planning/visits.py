@@ -25,7 +25,7 @@ SHARE = 0.125
 
 
 def visits(region: AttentionRegion, sizes: Mapping[str, int], device: Device, seconds: float) -> str:
-    """"table" or "bounds" for a plan of one query tile a program."""
+    """ "table" or "bounds" for a plan of one query tile a program."""
     if not data.unknown(region):
         return "bounds"
     return "table" if table_seconds(region, sizes, device) <= SHARE * seconds else "bounds"
