@@ -73,13 +73,23 @@ def combined_columns(frame: Frame) -> int:
     return min(COLUMNS, *frame.plan.dv_chunks)
 
 
-NEXT = ["tl.extra.cuda.gdc_launch_dependents()  # `combine` may be made ready meanwhile", ""]
+NEXT = ["tl.extra.cuda.gdc_launch_dependents()  # `combine` may be made ready meanwhile"]
 PREVIOUS = ["tl.extra.cuda.gdc_wait()  # until every share is written"]
 
 
 def overlap(frame: Frame, lines: Lines) -> Lines:
-    """What a launch that overlaps the one before it says (CUDA's programmatic dependent launch)."""
+    """What kernels say whose launches overlap (CUDA's programmatic dependent launch)."""
     return lines if frame.plan.overlap else []
+
+
+def early(frame: Frame) -> Lines:
+    """Of the launch: it may start before the kernel ahead of it has ended."""
+    return overlap(frame, ["launch_pdl=True"])
+
+
+def held(frame: Frame) -> Lines:
+    """Of the launch: registers that a thread may take."""
+    return [f"maxnreg={frame.plan.registers}"] if frame.plan.registers else []
 
 
 def exponents(frame: Frame) -> tuple[str, str]:
@@ -113,8 +123,8 @@ def decode_launch(frame: Frame, kernels: dict[str, list[str]]) -> Lines:
         "first = torch.empty(requests * units, dtype=torch.int32, device=out.device)",
         "shares = torch.empty_like(first)",
         *maxima,
-        *call("attention", "grid", kernels["attention"], frame),
-        *call("combine", f"requests * units, {rows}, {columns}", kernels["combine"], frame, 2, frame.plan.overlap),
+        *call("attention", "grid", kernels["attention"], frame, 0, *held(frame)),
+        *call("combine", f"requests * units, {rows}, {columns}", kernels["combine"], frame, 1, *early(frame)),
         *after,
     ]
 

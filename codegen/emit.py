@@ -117,7 +117,7 @@ def kernel_key(region: AttentionRegion, plan: TilePlan, saves_lse: bool = False)
     visits = (plan.visits,) if plan.visits != "bounds" else ()
     more: tuple[object, ...] = ("lse",) if saves_lse else ()
     if plan.skeleton == "decode":
-        more = (*more, plan.resident, plan.share, plan.overlap)
+        more = (*more, plan.resident, plan.registers, plan.share, plan.overlap)
     return hashlib.sha256(repr((VERSION, region.key, plan.skeleton, tile, *visits, *more)).encode()).hexdigest()[:16]
 
 
@@ -221,7 +221,7 @@ def constants(frame: Frame, kernels: str) -> list[str]:
         "RESIDENT": (plan.resident, "programs of a multiprocessor at once"),
         "SHARE": (plan.share, "tiles of keys of one program"),
         "REQUESTS": (32, "requests that are looked through at a time"),
-        "SPLITS": (64, "shares that are combined at a time"),
+        "SPLITS": (16, "shares that are combined at a time"),
         "COLUMNS": (combined_columns(frame), "of the output, combined by one program"),
         "LOG2E": (LOG2E, "log2(e)"),
         "SCALE": (frame.exponent.scale, f"log2(e) * {frame.exponent.scale / LOG2E:.9g}"),

@@ -78,11 +78,10 @@ def outer_sizes(frame: Frame) -> list[str]:
 
 
 def call(
-    kernel: str, grid: str, params: list[str], frame: Frame, warps: int = 0, overlap: bool = False
+    kernel: str, grid: str, params: list[str], frame: Frame, warps: int = 0, *more: str
 ) -> Lines:  # fmt: skip
-    """kernel[grid](...) on the current stream; `overlap`: it may start before the kernel ahead of it has ended."""
-    schedule = [f"num_warps={warps or frame.plan.warps}", f"num_stages={frame.stages}"]
-    schedule += ["launch_pdl=True"] if overlap else []
+    """kernel[grid](...) on the current stream, with `more` said of its launch."""
+    schedule = [f"num_warps={warps or frame.plan.warps}", f"num_stages={frame.stages}", *more]
     arguments = wrapped([*map(argument, params), *schedule], 8)
     return [f"{kernel}[({grid},)](", *("    " + line for line in arguments), ")"]
 

@@ -66,6 +66,7 @@ DECODE = """\
 def «name»(
     «parameters»
 ):
+    «next_kernel»
     # Which share of which request; the grid has room for a few more than there are
     program = tl.program_id(0)
     share = «share»
@@ -100,7 +101,6 @@ def «name»(
     «edge_loop»
         «edge_tile»
 
-    «next_kernel»
     # Unnormalised, with what `combine` needs: of each unit, its first program and how many follow at a step of `units`
     unit = request * units + free
     tl.store(first_ptr + unit, program, mask=split == 0)

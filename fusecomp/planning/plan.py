@@ -35,11 +35,13 @@ TIE = 0.01
 """Times so near each other are one."""
 DECODE_TILE = 32 * 1024
 """B of K and V in a tile of decoding. Times tie, being those of the memory; so many bytes on their way in each of the
-four programs of a multiprocessor came nearest to its rate, with two warps and two stages
+four programs of a multiprocessor came nearest to its rate, with four warps and two stages
 (examples/bench/records/decode_tiles_h200.json)."""
 RESIDENT = 4
 """Of decoding: programs of a multiprocessor that share the keys, at most. More have shorter shares, and starting and
 combining them costs more than it gains where requests are few (the same record)."""
+REGISTER_UNIT = 8
+"""Registers of a thread are given out in eights (CUDA C++ Programming Guide, technical specifications)."""
 SIDES = (16, 32, 64, 128)
 
 
@@ -68,7 +70,8 @@ def plan(
     ranked = _ranked(region, coarse(sizes), device, _allowed(device, budget), describable)
     tile, kind = ranked[0].tile, ranked[0].skeleton
     launch = Launch(region, sizes, device, kind == "decode")
-    cost = _cost(launch.quantities(tile))
+    quantities = launch.quantities(tile)
+    cost, resident = _cost(quantities), min(RESIDENT, int(quantities["resident"]))
     return TilePlan(
         skeleton=kind,
         block_m=tile.block_m,
@@ -81,7 +84,9 @@ def plan(
         cost=cost,
         rejected=_rejected(ranked),
         device=device.name,
-        resident=min(RESIDENT, int(launch.quantities(tile)["resident"])),
+        resident=resident,
+        registers=_share_of_registers(device, resident * tile.warps) if kind == "decode" else 0,
+        overlap=kind == "decode" and device.capability >= 90,
         loads=tile.loads,
         visits="bounds" if kind == "decode" else visits(region, sizes, device, cost.seconds),
     )
@@ -139,7 +144,7 @@ def candidates(launch: Launch, describable: bool = False) -> Iterator[Tile]:
     ways = ("pointer", "descriptor") if describable and launch.describable else ("pointer",)
     pack = packed(launch.known.group) if launch.decode and launch.known.packs else 1
     tallest = max(16, power(launch.at.m * pack))
-    warps_of, stages_of = ((2, 4), (2,)) if launch.decode else ((4, 8), (1, 2, 3, 4))
+    warps_of, stages_of = ((4,), (2,)) if launch.decode else ((4, 8), (1, 2, 3, 4))
     for block_m, block_n, warps, stages, loads in product(SIDES, SIDES, warps_of, stages_of, ways):
         fits = pack <= block_m <= tallest and (warps <= 4 or block_m * block_n >= 64 * 64)
         if fits and (loads == "pointer" or (block_m >= 64 and stages > 1)):
@@ -188,6 +193,14 @@ def _steady(launch: Launch, costed: tuple[Tile, Cost]) -> tuple[float, ...]:
     tile, known = costed[0], launch.known
     kv_tile = tile.block_n * known.width * (known.wide + known.wide_v)
     return tile.block_m, abs(math.log2(kv_tile / DECODE_TILE)), tile.warps
+
+
+def _share_of_registers(device: Device, warps: int) -> int:
+    """Of a thread, where a multiprocessor holds so many warps; 0 where it is more than a thread can have.
+
+    Programs that share the keys equally all run at once: one more register, and a fourth of them would run after."""
+    each = device.registers_per_sm // (warps * device.warp) // REGISTER_UNIT * REGISTER_UNIT
+    return each if each < device.registers_per_thread else 0
 
 
 def _allowed(device: Device, budget: int | None) -> int:

@@ -83,6 +83,9 @@ class TilePlan:
     share: int = 0
     """Of "decode": tiles of keys of one share. 0: all shares of a launch are about as long, so that they end together;
     else the shares of a request depend on its own length alone."""
+    registers: int = 0
+    """32-bit registers that a thread may take, so that `resident` programs fit on a multiprocessor; 0: as many as it
+    wants."""
     overlap: bool = False
     """Whether the kernel that combines the shares is made ready while they are computed, as sm_90 and later can."""
     loads: str = "pointer"
