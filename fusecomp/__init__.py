@@ -4,6 +4,7 @@
     fusecomp.explain(model, *args)               what was found, planned, generated and verified
     fusecomp.fuse(graph_module, example_inputs)  the rewrite alone, on an FX graph
     fusecomp.counters(), fusecomp.reset()        how many attentions run fused
+    fusecomp.tiles, fusecomp.io, fusecomp.kv     the cost model by itself: tiles, traffic, cache memory from numbers
 
 The folders are floors, and imports point down only:
 ir (0), graph (1), patterns (2), planning (3), codegen (4), running (5), pipeline and backend (6), cli (7).
@@ -16,16 +17,20 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from fusecomp.backend import counters, explain, fuse, reset
+    from fusecomp.calculator import io, kv, tiles
     from fusecomp.report import Report
     from fusecomp.settings import Options
 
-__all__ = ["Options", "Report", "counters", "explain", "fuse", "reset"]
+__all__ = ["Options", "Report", "counters", "explain", "fuse", "io", "kv", "reset", "tiles"]
 
 HOMES = {
     "counters": "fusecomp.backend",
     "explain": "fusecomp.backend",
     "fuse": "fusecomp.backend",
     "reset": "fusecomp.backend",
+    "io": "fusecomp.calculator",
+    "kv": "fusecomp.calculator",
+    "tiles": "fusecomp.calculator",
     "Report": "fusecomp.report",
     "Options": "fusecomp.settings",
 }

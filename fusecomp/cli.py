@@ -24,8 +24,8 @@ from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from fusecomp.commands import io, kv, tiles
 from fusecomp.errors import FusecompError, OptionError
-from fusecomp.tiles import io, kv, tiles
 
 if TYPE_CHECKING:
     from fusecomp.report import Report

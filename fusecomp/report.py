@@ -19,6 +19,7 @@ from rich.text import Text
 
 from fusecomp.ir.region import AttentionRegion, describe
 from fusecomp.planning.tile import Cost, TilePlan
+from fusecomp.planning.units import seconds, size
 
 WIDTH = 110
 """Columns of `str(report)`."""
@@ -227,23 +228,6 @@ def cost_text(cost: Cost) -> str:
     )
 
 
-def size(count: float) -> str:
-    """Bytes for people: "1.5 MB"; powers of 1000, as memory bandwidth is quoted."""
-    for unit in ("B", "kB", "MB", "GB"):
-        if abs(count) < 1000:
-            return f"{count:.3g} {unit}"
-        count /= 1000
-    return f"{count:.3g} TB"
-
-
-def seconds(time: float) -> str:
-    """A time for people: "0.42 ms"."""
-    for unit, factor in (("s", 1.0), ("ms", 1e3), ("us", 1e6)):
-        if time * factor >= 1:
-            return f"{time * factor:.3g} {unit}"
-    return f"{time * 1e9:.3g} ns"
-
-
 def _plural(word: str, count: int) -> str:
     return f"{word}s" if count != 1 and not word.endswith("ed") else word
 
@@ -259,4 +243,3 @@ def _plain(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [_plain(v) for v in value]
     return value if value is None or isinstance(value, bool | int | float | str) else str(value)
-

@@ -15,7 +15,8 @@ import torch
 from fusecomp.ir.region import AttentionRegion
 from fusecomp.planning.device import Device, current, live
 from fusecomp.planning.tile import TilePlan
-from fusecomp.report import Report, cost_text, plan_text, size
+from fusecomp.planning.units import size
+from fusecomp.report import Report, cost_text, plan_text
 from fusecomp.settings import cache_dir, environment
 from fusecomp.target import Target
 

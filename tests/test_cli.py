@@ -74,43 +74,6 @@ def test_env_names_versions_device_cache_and_variables(call: Call, tmp_path: Pat
         assert part in out
 
 
-def test_tiles_prints_the_plan_and_the_reasons(call: Call) -> None:
-    status, out, _ = call("tiles", "--n", "4096", "--d", "128", "--causal", "--device", "a100", "--heads", "8")
-    assert status == 0
-    for part in ("keep  kv_idx <= q_idx", "on a100-80, B = 1, H = 8, M = 4096", "limited by", "more with --all"):
-        assert part in out
-
-
-def test_tiles_as_json(call: Call) -> None:
-    sizes = ("--n", "512", "--d", "192", "--dv", "128")
-    status, out, _ = call("tiles", *sizes, "--device", "l4", "--budget", "64KB", "--json")
-    assert status == 0
-    found = json.loads(out)
-    assert found["device"] == "l4"
-    first, *others = found["tiles"]
-    assert first["smem_bytes"] <= 65536
-    assert any("65536 usable" in tile["reason"] for tile in others)
-
-
-def test_io(call: Call) -> None:
-    status, out, _ = call("io", "--n", "1024", "--d", "64", "--sram", "64KB", "--json")
-    assert status == 0
-    assert json.loads(out)["standard_elements"] == 1024 * 64 + 1024**2
-    assert json.loads(out)["tiled_elements"] == 1024**2 * 64**2 / 32768
-    assert "elements" in call("io", "--n", "1024")[1]
-
-
-def test_kv(call: Call) -> None:
-    words = ("kv", "--layers", "40", "--hidden", "5120", "--tokens", "300", "--context", "2048", "--memory", "24GB")
-    status, out, _ = call(*words, "--json")
-    assert status == 0
-    found = json.loads(out)
-    assert found["token_bytes"] == 2 * 40 * 5120 * 2
-    assert found["blocks"] == 19
-    assert found["paged_requests"] > 6 * found["reserved_requests"]
-    assert "19 blocks of 16" in call(*words)[1]
-
-
 def test_explain_a_fused_attention(call: Call, model: str) -> None:
     status, out, _ = call("explain", f"{model}:attention", "-o", "inner=aot_eager")
     assert status == 0
@@ -171,11 +134,6 @@ WRONG = {
     "does not run in eager PyTorch, on inputs (float32 [2, 3]": (
         "explain", "MODEL:attention", "--arg", "2x3", "--arg", "2x4", "--arg", "2x3",
     ),
-    "unknown device 'h1000'": ("tiles", "--n", "64", "--device", "h1000"),
-    "bytes are written 98304 or 96KB; got '1 TB'": ("tiles", "--n", "64", "--budget", "1 TB"),
-    "at least one; got n 0": ("io", "--n", "0"),
-    "tokens at most the context": ("kv", "--layers", "1", "--hidden", "8", "--tokens", "9", "--context", "8"),
-    "heads (16) must be a multiple of kv_heads (3)": ("tiles", "--n", "64", "--kv-heads", "3"),
 }  # fmt: skip
 
 

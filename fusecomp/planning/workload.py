@@ -2,24 +2,29 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from math import sqrt
+from math import inf, sqrt
 
 from fusecomp.errors import PlanError
 from fusecomp.ir.algebra import apply
 from fusecomp.ir.expr import Apply, Const, Expr, Load, Score, Size, Var
 from fusecomp.ir.region import Access, AttentionRegion, Operand, Product
+from fusecomp.planning import units
 
-DTYPES = {
-    "bf16": "bfloat16", "fp16": "float16", "half": "float16", "fp32": "float32", "tf32": "float32", "float": "float32",
-    "bfloat16": "bfloat16", "float16": "float16", "float32": "float32",
-}  # fmt: skip
-"""Names that people use. "tf32" is float32 data with tf32 products."""
+DTYPES = {name: dtype for name, dtype in units.DTYPES.items() if dtype in ("bfloat16", "float16", "float32")}
+"""What Q, K and V may be, under the names that people use. "tf32" is float32 data with tf32 products."""
+LONGEST = 1 << 26
+"""Keys or queries, at most: a plan looks at every query tile."""
 
 
 @dataclass(frozen=True)
 class Workload:
-    """O = softmax(S) V with Q [batch, heads, m, d], K [batch, kv_heads, n, d], V [batch, kv_heads, n, dv]."""
+    """O = softmax(S) V with Q [batch, heads, m, d], K [batch, kv_heads, n, d], V [batch, kv_heads, n, dv].
+
+    With `page_size`, K and V lie in pages [pages, page_size, kv_heads, d or dv] that a block table finds, [batch, n /
+    page_size], and each request sees its keys up to its own length. PlanError for sizes that make no attention.
+    """
 
     n: int
     d: int = 128
@@ -33,16 +38,23 @@ class Workload:
     m: int | None = None
     """Query rows; None: n. With `causal`, the last query sees every key."""
     window: int | None = None
-    """A query sees the `window` keys up to its own."""
+    """A query sees the `window` keys up to its own; unless `causal`, as many after it."""
     softcap: float | None = None
     bias: bool = False
     """Add bias[h, q_idx, kv_idx]."""
+    page_size: int | None = None
+    """Tokens of a page of a paged cache; None: K and V lie as they are."""
 
     def __post_init__(self) -> None:
-        given = {k: getattr(self, k) for k in ("n", "d", "heads", "batch", "kv_heads", "dv", "m", "window")}
-        for name, number in given.items():
+        counted = ("n", "d", "heads", "batch", "kv_heads", "dv", "m", "window", "page_size")
+        for name in counted:
+            number = getattr(self, name)
             if number is not None and number < 1:
                 raise PlanError(f"{name} must be at least 1, not {number}")
+            if number is not None and number > LONGEST:
+                raise PlanError(f"{name} must be at most {LONGEST}, not {number}")
+        if self.softcap is not None and not (0 < self.softcap < inf):
+            raise PlanError(f"softcap must be a positive number, not {self.softcap}")
         if self.dtype not in DTYPES:
             raise PlanError(f"unknown dtype {self.dtype!r}; known are {', '.join(DTYPES)}")
         if self.heads % (self.kv_heads or self.heads):
@@ -58,19 +70,31 @@ class Workload:
         dtype, dv, group = DTYPES[self.dtype], self.dv or self.d, self.heads // (self.kv_heads or self.heads)
         head = apply("floordiv", H, Const(group))
         d, dv_axis, kv_heads = Var("d", Const(self.d)), Var("dv", Const(dv)), apply("floordiv", H.size, Const(group))
+        outer, token = self._held(kv_heads)
         operands = [
             Operand("q", (B.size, H.size, Q_IDX.size, d.size), dtype),
-            Operand("k", (B.size, kv_heads, KV_IDX.size, d.size), dtype),
-            Operand("v", (B.size, kv_heads, KV_IDX.size, dv_axis.size), dtype),
+            Operand("k", (*outer, d.size), dtype),
+            Operand("v", (*outer, dv_axis.size), dtype),
         ]
         if self.bias:
             operands.append(Operand("bias", (H.size, Q_IDX.size, KV_IDX.size), dtype))
-        product = Product(Access("q", (B, H, Q_IDX, d)), Access("k", (B, head, KV_IDX, d)), d, dtype)
+        if self.page_size:
+            pages = apply("floordiv", KV_IDX.size, Const(self.page_size))
+            operands += [Operand("block_table", (B.size, pages), "int32"), Operand("seq_lens", (B.size,), "int32")]
+        product = Product(Access("q", (B, H, Q_IDX, d)), Access("k", (*token(head), d)), d, dtype)
         return AttentionRegion(
             operands=tuple(operands), batch=(B, H), q_idx=Q_IDX, kv_idx=KV_IDX, products=(product,),
-            v=Access("v", (B, head, KV_IDX, dv_axis)), dv=dv_axis, score=self._score(dtype), keep=self._keep(),
+            v=Access("v", (*token(head), dv_axis)), dv=dv_axis, score=self._score(dtype), keep=self._keep(),
             pv_dtype=dtype, out_dtype=dtype, precision="tf32" if self.dtype == "tf32" else "ieee", origin="workload",
         )  # fmt: skip
+
+    def _held(self, kv_heads: Expr) -> tuple[tuple[Expr, ...], Callable[[Expr], tuple[Expr, ...]]]:
+        """(the axes of K and V but the last, where the key of a head stands on them)."""
+        if not self.page_size:
+            return (B.size, kv_heads, KV_IDX.size), lambda head: (B, head, KV_IDX)
+        page = Const(self.page_size)
+        looked_up = Load("block_table", (B, apply("floordiv", KV_IDX, page)), "int32")
+        return (Size("pages"), page, kv_heads), lambda head: (looked_up, apply("mod", KV_IDX, page), head)
 
     def _score(self, dtype: str) -> Expr:
         """c tanh(s / c) + bias with s = score / sqrt(D)."""
@@ -81,11 +105,14 @@ class Workload:
         return apply("add", score, Load("bias", (H, Q_IDX, KV_IDX), dtype)) if self.bias else score
 
     def _keep(self) -> tuple[Expr, ...]:
-        """kv_idx <= q_idx + N - M, and q_idx + N - M - kv_idx < window."""
+        """With row = q_idx + N - M: kv_idx <= row if causal, row - kv_idx < window, and else kv_idx - row < window."""
         row = Q_IDX if self.m in (None, self.n) else apply("sub", apply("add", Q_IDX, Size("N")), Size("M"))
-        terms = [apply("le", KV_IDX, row)] if self.causal or self.window else []
+        terms = [apply("le", KV_IDX, row)] if self.causal else []
         if self.window:
             terms.append(apply("lt", apply("sub", row, KV_IDX), Const(self.window)))
+            terms += [] if self.causal else [apply("lt", apply("sub", KV_IDX, row), Const(self.window))]
+        if self.page_size:
+            terms.append(apply("lt", KV_IDX, Load("seq_lens", (B,), "int32")))
         return tuple(terms)
 
 

@@ -1,0 +1,121 @@
+"""The tiles that were considered for one kernel, as a person reads them: the taken one, and why each other lost."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from fusecomp.ir.region import AttentionRegion
+from fusecomp.planning.candidate import Launch
+from fusecomp.planning.device import Device
+from fusecomp.planning.plan import TIE, Row
+from fusecomp.planning.tile import Cost, Tile, TilePlan
+from fusecomp.planning.units import held
+
+PIPES = {"mma_s": "tensor cores", "element_s": "exp, FMA", "smem_s": "shared memory"}
+WAITS = "waits"
+"""What a slower tile may have more of, in a word or two."""
+
+
+@dataclass(frozen=True)
+class Line:
+    """One tile of a ranking."""
+
+    tile: Tile
+    cost: Cost | None
+    """None where nothing predicts it."""
+    taken: bool
+    fits: bool
+    why: str
+    """Why it was taken, or lost, in a few words."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Tile and cost side by side, in plain numbers."""
+        cost = asdict(self.cost) if self.cost else {}
+        return {**asdict(self.tile), **cost, "taken": self.taken, "fits": self.fits, "why": self.why}
+
+
+@dataclass(frozen=True)
+class Ranking:
+    """The tiles of one kernel: the taken one first, then by time, then those that do not fit."""
+
+    kernel: str
+    """ "forward", "decode", "query gradient", "key gradients"."""
+    lines: tuple[Line, ...]
+    shares: int = 1
+    """Parts of the keys that are walked side by side and then combined (split-KV)."""
+
+    @property
+    def taken(self) -> Line:
+        return self.lines[0]
+
+
+def rank(
+    region: AttentionRegion, sizes: Mapping[str, int], device: Device, rows: Sequence[Row], budget: int
+) -> Ranking:
+    """Rows of `plan.rows`, explained; `budget` in B of shared memory."""
+    kind = rows[0].skeleton
+    launch = Launch(region, sizes, device, kind == "decode")
+    best = launch.quantities(rows[0].tile)
+    lines = [_line(row, launch, best, budget) for row in rows]
+    return Ranking("decode" if kind == "decode" else "forward", tuple(lines), int(best["splits"]))
+
+
+def rank_plan(region: AttentionRegion, sizes: Mapping[str, int], device: Device, plan: TilePlan) -> Ranking | None:
+    """The ranking behind a plan, at the lengths of one call; None where the plan considered nothing else.
+
+    The plan was chosen at those lengths rounded up, so that here another tile may be a little faster."""
+    from fusecomp.planning.plan import _cost
+
+    if not plan.rejected:
+        return None
+    launch = Launch(region, sizes, device, plan.skeleton == "decode")
+    own = Tile(plan.block_m, plan.block_n, plan.warps, plan.stages, plan.pack, plan.loads)
+    others = [Tile(r.block_m, r.block_n, r.warps, r.stages, plan.pack, r.loads) for r in plan.rejected]
+    reasons = ["", *(r.reason for r in plan.rejected)]
+    rows = [Row(t, plan.skeleton, _cost(launch.quantities(t)), r) for t, r in zip([own, *others], reasons, strict=True)]
+    ranked = [rows[0], *sorted(rows[1:], key=lambda r: (r.reason.startswith("needs"), r.cost.seconds))]
+    return rank(region, sizes, device, ranked, device.smem_bytes)
+
+
+def _line(row: Row, launch: Launch, best: Mapping[str, float], budget: int) -> Line:
+    taken, refused = not row.reason, row.reason.startswith("needs")
+    if taken:
+        why = f"taken: bound by {row.cost.bound}"
+    elif refused:
+        why = _too_large(row.cost, launch.device, budget)
+    else:
+        why = _slower(launch.quantities(row.tile), best)
+    return Line(row.tile, row.cost, taken, not refused, why)
+
+
+def _too_large(cost: Cost, device: Device, budget: int) -> str:
+    if cost.smem_bytes > budget:
+        return f"too large: {held(cost.smem_bytes)} of {held(budget)}"
+    return f"spills: {cost.registers} registers of {device.registers_per_thread}"
+
+
+def _slower(q: Mapping[str, float], best: Mapping[str, float]) -> str:
+    """ "8.5 % slower: shared memory +40 %": the pipe that is busy for the most seconds more."""
+    share = q["seconds"] / best["seconds"] - 1
+    if share <= TIE:
+        return f"as fast within {TIE:.0%}" if share >= -TIE else f"{-share:.1%} faster, at these lengths alone"
+    much = f"{share:.1%} slower" if share < 1 else f"{share + 1:.1f}x the time"
+    return much + _blame(q, best)
+
+
+def _blame(q: Mapping[str, float], best: Mapping[str, float]) -> str:
+    ours, theirs = _busy(q), _busy(best)
+    name = max(ours, key=lambda k: ours[k] - theirs[k])
+    if ours[name] <= theirs[name]:
+        return ": more barriers" if q["groups"] >= best["groups"] else ": less overlap"
+    if q["busy"] / best["busy"] > 1.02 and ours[name] / q["busy"] <= 1.02 * theirs[name] / best["busy"]:
+        return ": uneven last wave"
+    return ": waits for loads" if name == WAITS else f": {name} {ours[name] / theirs[name] - 1:+.0%}"
+
+
+def _busy(q: Mapping[str, float]) -> dict[str, float]:
+    """Seconds of each pipe of the busiest multiprocessor, and those that a group of warps waits."""
+    pipes = {word: q[name] * q["busy"] for name, word in PIPES.items()}
+    return {**pipes, "memory": q["moving_s"], "starts": q["launch_s"], WAITS: q["delay_s"] * q["busy"] / q["groups"]}
