@@ -13,7 +13,9 @@ the queries that see them.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from itertools import product
 
 from fusecomp.ir.algebra import draws
 from fusecomp.ir.region import AttentionRegion, extent
@@ -22,6 +24,10 @@ from fusecomp.planning.tile import TilePlan
 
 BYTES = {"float32": 4}
 """Of one element of an operand; 2 where it is not named here."""
+
+SIDES = (32, 64, 128)
+REGISTERS = 384
+"""Of one thread, for sums, scores, probabilities and their gradients: half more than there are still runs, spilling."""
 
 
 @dataclass(frozen=True)
@@ -60,6 +66,21 @@ def backward_plan(region: AttentionRegion, smem: int = 232_448, device: str = ""
     fit = [_fitting(t, moves, wide, smem) for t, moves in ((queries, "keys"), (keys, "queries"))]
     made = [_plan(region, t, name, device) for t, name in zip(fit, ("query_gradient", "key_gradients"), strict=True)]
     return BackwardPlan(*made)
+
+
+def candidates(region: AttentionRegion, moves: str, smem: int = 232_448, device: str = "") -> Iterator[TilePlan]:
+    """Every tile worth trying of dQ (`moves` "keys") or of dK and dV ("queries"): what its sums and the fixed side of
+    its operands take is there, and eight warps have work."""
+    d = sum(sum(chunks(extent(p.d))) for p in region.products)
+    dv = sum(chunks(extent(region.dv)))
+    elt = max(BYTES.get(t, 2) for t in (region.pv_dtype, *(p.dtype for p in region.products)))
+    for block_m, block_n, warps, stages in product(SIDES, SIDES, (4, 8), (1, 2, 3)):
+        fixed, sums = (block_m, d) if moves == "keys" else (block_n, d + dv)
+        registers = (fixed * sums + 3 * block_m * block_n) / (32 * warps)
+        fits = registers <= REGISTERS and elt * (d + dv) * (block_m + block_n) <= smem
+        if fits and (warps == 4 or block_m * block_n >= 64 * 32):
+            name = "query_gradient" if moves == "keys" else "key_gradients"
+            yield _plan(region, _Tile(block_m, block_n, warps, stages), name, device)
 
 
 def _fitting(t: _Tile, moves: str, wide: int, smem: int) -> _Tile:
