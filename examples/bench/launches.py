@@ -27,8 +27,8 @@ from fusecomp.running.verify import FLOOR, relative
 
 Run = Callable[[], Any]
 COLUMNS = ("block_m", "block_n", "warps", "stages", "pack", "loads", "resident")
-DECODE = [(n, w, s, r) for n in (16, 32, 64, 128) for w in (2, 4) for s in (2, 3) for r in (1, 2, 4, 8)]
-"""BLOCK_N, warps, stages and programs of a multiprocessor."""
+DECODE = [(n, w, s, r) for r in (1, 2, 4, 8) for n in (16, 32, 64, 128) for w in (2, 4) for s in (2, 3)]
+"""BLOCK_N, warps, stages and programs of a multiprocessor, on which only the grid depends."""
 GRADIENTS = ("queries", "keys")
 
 
