@@ -16,6 +16,7 @@ from torch.nn import functional
 from variants import VARIANTS
 
 import fusecomp
+from fusecomp.paged import PagedKVCache, Step, attention
 from fusecomp.patterns.dropout import SEEDS, seeded_dropout
 
 pytestmark = [
@@ -127,6 +128,45 @@ def test_decode_splits_the_keys() -> None:
     got = torch.compile(attend, backend="fusecomp", options=STRICT)(q, k, v)
     exact = attend(q.double(), k.double(), v.double())
     assert off(got, exact) <= max(4 * off(attend(q, k, v), exact), FLOOR[torch.bfloat16])
+
+
+def test_the_paged_cache_under_one_cuda_graph() -> None:
+    """A captured step serves whatever the host writes into its tensors: longer sequences, new pages, unused rows."""
+    cache = PagedKVCache(layers=1, kv_heads=2, head_dim=64, num_blocks=120, max_seqs=4, max_len=700, max_tokens=900,
+                         dtype=torch.bfloat16, device="cuda")  # fmt: skip
+    q, k, v = (torch.randn(4, 1, h, 64, device="cuda", dtype=torch.bfloat16) for h in (8, 2, 2))
+
+    def forward(step: Step, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        cache.write(0, k, v, step)
+        return cache.attend(0, q, step)
+
+    fast = torch.compile(forward, backend="fusecomp", options={**STRICT, "lowering": "triton", "empty_rows": "zero"})
+    seqs = [cache.add() for _ in range(3)]
+    for seq, length in zip(seqs, (5, 300, 16), strict=True):
+        cache.append(seq, range(length))
+    with torch.no_grad():
+        step = cache.step(seqs, columns=300)
+        cache.write(0, *(torch.randn(3, 300, 2, 64, device="cuda", dtype=torch.bfloat16) for _ in range(2)), step)
+        graph = None
+        for turn in range(40):
+            for seq in seqs:
+                cache.commit(seq)
+                cache.append(seq, [turn])
+            step = cache.step(seqs, rows=4, columns=1)
+            if graph is None:
+                fast(step, q, k, v)
+                graph = torch.cuda.CUDAGraph()
+                with torch.cuda.graph(graph):
+                    out = fast(step, q, k, v)
+            for x in (q, k, v):
+                x.normal_()
+            graph.replay()
+            pools = [cache.keys[0].double(), cache.values[0].double()]
+            seen = attention.seen_by_rows(step.block_table, 16, step.seq_lens, step.cu_seqlens_q, 1)
+            exact = attention.attend(q.double(), *pools, seen)
+            assert off(out[:3], exact[:3]) <= 2 * FLOOR[torch.bfloat16], turn
+            assert out[3].isfinite().all()
+    assert fusecomp.counters()["fused"] == 1
 
 
 def test_a_long_document_keeps_its_memory() -> None:
