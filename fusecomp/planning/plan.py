@@ -33,6 +33,8 @@ SPILL_LIMIT = 64
 """Registers over the limit that a tile may need and still be tried; each costs time (`cost.spill_s`)."""
 TIE = 0.01
 """Times so near each other are one."""
+DECODE_TIE = 0.05
+"""The same of decoding: its time is that of the memory, and the equations do not see what a tile does to it."""
 DECODE_TILE = 32 * 1024
 """B of K and V in a tile of decoding. Times tie, being those of the memory; so many bytes on their way in each of the
 four programs of a multiprocessor came nearest to its rate, with four warps and two stages
@@ -144,7 +146,7 @@ def candidates(launch: Launch, describable: bool = False) -> Iterator[Tile]:
     ways = ("pointer", "descriptor") if describable and launch.describable else ("pointer",)
     pack = packed(launch.known.group) if launch.decode and launch.known.packs else 1
     tallest = max(16, power(launch.at.m * pack))
-    warps_of, stages_of = ((4,), (2,)) if launch.decode else ((4, 8), (1, 2, 3, 4))
+    warps_of, stages_of = ((2, 4), (2,)) if launch.decode else ((4, 8), (1, 2, 3, 4))
     for block_m, block_n, warps, stages, loads in product(SIDES, SIDES, warps_of, stages_of, ways):
         fits = pack <= block_m <= tallest and (warps <= 4 or block_m * block_n >= 64 * 64)
         if fits and (loads == "pointer" or (block_m >= 64 and stages > 1)):
@@ -166,18 +168,18 @@ def _ranked(
     costed = [(tile, _cost(launch.quantities(tile))) for tile in candidates(launch, describable)]
     refused = {tile: _too_large(cost, budget, device) for tile, cost in costed}
     fits = [tc for tc in costed if not refused[tc[0]]] or [_last_resort(costed, budget)]
-    fits = _by_merit(fits, partial(_steady, launch) if kind == "decode" else _preference)
+    fits = _by_merit(fits, partial(_steady, launch), DECODE_TIE) if kind == "decode" else _by_merit(fits, _preference)
     best = fits[0][1]
     losers = [Row(t, kind, c, refused[t]) for t, c in costed if refused[t] and t != fits[0][0]]
     return (*(Row(t, kind, c, _slower(c, best)) for t, c in fits), *losers)
 
 
 def _by_merit(
-    fits: list[tuple[Tile, Cost]], preference: Callable[[tuple[Tile, Cost]], tuple[float, ...]]
+    fits: list[tuple[Tile, Cost]], preference: Callable[[tuple[Tile, Cost]], tuple[float, ...]], tie: float = TIE
 ) -> list[tuple[Tile, Cost]]:
     """By time, after the one preferred of those that tie with the fastest."""
     fits = sorted(fits, key=lambda tc: tc[1].seconds)
-    near = [tc for tc in fits if tc[1].seconds <= (1 + TIE) * fits[0][1].seconds]
+    near = [tc for tc in fits if tc[1].seconds <= (1 + tie) * fits[0][1].seconds]
     best = min(near, key=preference)
     return [best, *(tc for tc in fits if tc is not best)]
 
@@ -189,10 +191,10 @@ def _preference(costed: tuple[Tile, Cost]) -> tuple[float, ...]:
 
 
 def _steady(launch: Launch, costed: tuple[Tile, Cost]) -> tuple[float, ...]:
-    """For decoding: the tile of fewest rows whose K and V are nearest to DECODE_TILE, with fewest warps."""
+    """For decoding: the tile of fewest rows whose K and V are nearest to DECODE_TILE, with most warps."""
     tile, known = costed[0], launch.known
     kv_tile = tile.block_n * known.width * (known.wide + known.wide_v)
-    return tile.block_m, abs(math.log2(kv_tile / DECODE_TILE)), tile.warps
+    return tile.block_m, abs(math.log2(kv_tile / DECODE_TILE)), -tile.warps
 
 
 def _share_of_registers(device: Device, warps: int) -> int:
