@@ -18,7 +18,7 @@ from fusecomp.ir.reference import evaluate
 from fusecomp.planning import backward
 from fusecomp.planning.device import current
 from fusecomp.planning.facts import value
-from fusecomp.planning.plan import plan, rows
+from fusecomp.planning.plan import plan, rows, share_of_registers
 from fusecomp.planning.tile import TilePlan
 from fusecomp.running import cache
 from fusecomp.running.backward import gradients
@@ -28,7 +28,7 @@ from fusecomp.running.verify import FLOOR, relative
 Run = Callable[[], Any]
 COLUMNS = ("block_m", "block_n", "warps", "stages", "pack", "loads", "resident")
 DECODE = [(n, w, s, r) for r in (1, 2, 4, 8) for n in (16, 32, 64, 128) for w in (2, 4) for s in (2, 3)]
-"""BLOCK_N, warps, stages and programs of a multiprocessor, on which only the grid depends."""
+"""BLOCK_N, warps, stages and programs of a multiprocessor, which share its registers."""
 GRADIENTS = ("queries", "keys")
 
 
@@ -41,12 +41,13 @@ def plans(case: Case) -> list[TilePlan]:
     first = replace(plan(case.region, case.sizes), cost=None, rejected=())
     tiles = [row.tile for row in rows(case.region, case.sizes) if "needs" not in row.reason]
     if case.kind == "decode":
-        shapes = dict.fromkeys((t.block_m, t.pack) for t in tiles)
+        shapes, device = dict.fromkeys((t.block_m, t.pack) for t in tiles), current()
+        made = [(m, p, *rest) for m, p in shapes for rest in DECODE]
         return [
-            replace(first, block_m=m, pack=p, block_n=n, warps=w, stages=s, resident=r)
-            for m, p in shapes
-            for n, w, s, r in DECODE
-        ]
+            replace(first, block_m=m, pack=p, block_n=n, warps=w, stages=s, resident=r,
+                    registers=share_of_registers(device, r * w))
+            for m, p, n, w, s, r in made
+        ]  # fmt: skip
     shared = replace(first, visits="bounds", resident=4)
     return [replace(shared, **{name: getattr(t, name) for name in COLUMNS[:-1]}) for t in tiles]
 

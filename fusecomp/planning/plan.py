@@ -87,7 +87,7 @@ def plan(
         rejected=_rejected(ranked),
         device=device.name,
         resident=resident,
-        registers=_share_of_registers(device, resident * tile.warps) if kind == "decode" else 0,
+        registers=share_of_registers(device, resident * tile.warps) if kind == "decode" else 0,
         overlap=kind == "decode" and device.capability >= 90,
         loads=tile.loads,
         visits="bounds" if kind == "decode" else visits(region, sizes, device, cost.seconds),
@@ -197,7 +197,7 @@ def _steady(launch: Launch, costed: tuple[Tile, Cost]) -> tuple[float, ...]:
     return tile.block_m, abs(math.log2(kv_tile / DECODE_TILE)), -tile.warps
 
 
-def _share_of_registers(device: Device, warps: int) -> int:
+def share_of_registers(device: Device, warps: int) -> int:
     """Of a thread, where a multiprocessor holds so many warps; 0 where it is more than a thread can have.
 
     Programs that share the keys equally all run at once: one more register, and a fourth of them would run after."""
