@@ -42,6 +42,7 @@ class Clock:
 
     def __init__(self) -> None:
         self.stream, self.pool = torch.cuda.Stream(), torch.cuda.graph_pool_handle()
+        self.holder = self._captured([lambda: torch.zeros(1, device="cuda")])  # a pool lasts as long as a graph of it
 
     def once(self, run: Run) -> float:
         """Of one run, the host's part included."""
@@ -54,15 +55,19 @@ class Clock:
             count = max(2, min(10, int(15e3 / about)))
             return self._of([runs[i % len(runs)] for i in range(count)])
         each = max(1, min(20, int(1e3 / about)) // len(runs))
+        graph = self._captured([*runs] * each)
+        graph.replay()
+        return self._of([graph.replay] * 7) / (each * len(runs))
+
+    def _captured(self, runs: Sequence[Run]) -> torch.cuda.CUDAGraph:
         graph = torch.cuda.CUDAGraph()
         torch.cuda.synchronize()
         with torch.cuda.stream(self.stream):
             graph.capture_begin(self.pool)
-            for run in [*runs] * each:
+            for run in runs:
                 run()
             graph.capture_end()
-        graph.replay()
-        return self._of([graph.replay] * 7) / (each * len(runs))
+        return graph
 
     def _of(self, runs: Sequence[Run]) -> float:
         """Median of runs that wait in the device's queue for each other."""
