@@ -15,17 +15,21 @@ from functools import lru_cache
 
 from fusecomp.codegen import backward_keys as keys
 from fusecomp.codegen import backward_memory as memory
+from fusecomp.codegen import backward_pairs as pairs
 from fusecomp.codegen import backward_queries as queries
 from fusecomp.codegen import backward_range as ranges
 from fusecomp.codegen.backward_check import backward_selfcheck
-from fusecomp.codegen.backward_frame import GradientFrame, require_gradients
+from fusecomp.codegen.backward_exact import require_gradients
+from fusecomp.codegen.backward_frame import GradientFrame, Leaf
 from fusecomp.codegen.backward_launcher import DELTA_ROWS, backward_launch, declared, parameters
 from fusecomp.codegen.backward_skeletons import (
     BACKWARD_MODULE,
     KEY_GRADIENTS,
+    PAIR_GRADIENT,
     QUERY_GRADIENT,
     ROW_PRODUCTS,
     SHARED_KEY_GRADIENTS,
+    SHARED_PAIR_GRADIENT,
     spaced,
 )
 from fusecomp.codegen.base2 import LOG2E
@@ -42,7 +46,7 @@ from fusecomp.errors import KernelError
 from fusecomp.ir.algebra import draws
 from fusecomp.ir.expr import Const, text
 from fusecomp.ir.region import AttentionRegion
-from fusecomp.planning.backward import BackwardPlan
+from fusecomp.planning.backward import BackwardPlan, pair_plan
 from fusecomp.planning.tile import TilePlan
 
 VERSION = 2
@@ -66,52 +70,62 @@ class BackwardSource(KernelSource):
         """The schedule of one kernel of the file."""
         if self.plans is None or kernel == "query_gradient":
             return self.plan
-        return (
-            self.plans.keys if kernel == "key_gradients" else replace(self.plan, block_m=DELTA_ROWS, warps=4, stages=1)
-        )
+        if kernel == "row_products":
+            return replace(self.plan, block_m=DELTA_ROWS, warps=4, stages=1)
+        return self.plans.keys if kernel == "key_gradients" else pair_plan(self.plans.keys)
 
 
 @lru_cache(maxsize=64)
-def emit_backward(region: AttentionRegion, plan: BackwardPlan) -> BackwardSource:
-    """The gradients of Q, K and V. Raises KernelError, with the reason, for a region that has no exact kernel."""
+def emit_backward(
+    region: AttentionRegion, plan: BackwardPlan, learned: frozenset[str] = frozenset()
+) -> BackwardSource:  # fmt: skip
+    """The gradients of Q, K and V, and of the other operands that `learned` names. Raises KernelError, with the reason,
+    for a region that has no exact kernel."""
     require_free_names(region)
     for name in (*(v.name for v in region.batch), *(o.name for o in region.operands), *region.sizes):
         if name in OWN - RESERVED:
             raise KernelError(f"a region's axis, operand or length cannot be called {name}; rename it")
-    frames = {"query_gradient": GradientFrame(region, plan.queries), "key_gradients": GradientFrame(region, plan.keys)}
-    frame = frames["query_gradient"]
+    plans = (plan.queries, plan.keys, pair_plan(plan.keys))
+    frame, other, both = (GradientFrame(region, p, learned=learned) for p in plans)
+    leaves = both.summed_along("pairs")
     require_gradients(frame)
-    key = backward_key(region, plan)
+    key = backward_key(region, plan, learned)
     name = kernel_name(frame, key).replace("attention_", "attention_backward_", 1)
-    made = [row_products(frame), query_gradient(frame), key_gradients(frames["key_gradients"])]
-    params = dict(zip(("row_products", "query_gradient", "key_gradients"), (p for _, p in made), strict=True))
+    made = {
+        "row_products": row_products(frame),
+        "query_gradient": query_gradient(frame),
+        "key_gradients": key_gradients(other),
+        **{f"{leaf.name}_gradient": pair_gradient(both, leaf) for leaf in leaves},
+    }
+    frames = {"query_gradient": frame, "key_gradients": other, **dict.fromkeys((x.name for x in leaves), both)}
+    params = {kernel: p for kernel, (_, p) in made.items()}
     helpers = [IN_TRITON] if draws(region.weight) else []
-    kernels = spaced([*helpers, *(body for body, _ in made)])
+    kernels = spaced([*helpers, *(body for body, _ in made.values())])
     written = fill(
         BACKWARD_MODULE,
         {
             "title": title(region).replace("attention", "gradients of attention", 1),
-            "document": document(region, plan, key),
+            "document": document(frame, plan, key),
             "constants": constants(frame, kernels),
             "kernels": kernels,
             "out_axes": ", ".join(region.out_axes),
             "lse_axes": ", ".join([*(v.name for v in (*region.batch, region.q_idx)), *map(str, saved(region))]),
             "launcher": backward_launch(frames, params),
-            "selfcheck": backward_selfcheck(region),
+            "selfcheck": backward_selfcheck(region, learned),
         },
     )
     check(name, written)
     return BackwardSource(name, written, key, plan.queries, region, plan)
 
 
-def backward_key(region: AttentionRegion, plan: BackwardPlan) -> str:
+def backward_key(region: AttentionRegion, plan: BackwardPlan, learned: frozenset[str] = frozenset()) -> str:
     """A hash of what decides the kernels' text."""
     tiles = [(p.block_m, p.block_n, p.d_chunks, p.dv_chunks, p.warps, p.stages) for p in (plan.queries, plan.keys)]
-    return hashlib.sha256(repr((VERSION, "backward", region.key, tiles)).encode()).hexdigest()[:16]
+    return hashlib.sha256(repr((VERSION, "backward", region.key, tiles, sorted(learned))).encode()).hexdigest()[:16]
 
 
 def row_products(frame: GradientFrame) -> tuple[str, list[str]]:
-    """delta = rowsum(dO O)."""
+    """delta = rowsum(dO O), and what the sink's weight leaves."""
     plain = GradientFrame(replace(frame.region, keep=()), frame.plan)
     output = [
         *queries.output_tiles(plain, "out", "o", cast=False),
@@ -121,11 +135,13 @@ def row_products(frame: GradientFrame) -> tuple[str, list[str]]:
         "program": batch_axes(plain),
         "rows": query_rows(plain),
         "columns": columns(plain),
+        "fixed": fixed_loads(frame),
         "output": output,
         "first_row": queries.first_row(plain),
         "delta": queries.delta(plain),
+        "sinks": queries.sinks(frame),
     }
-    return finished(plain, ROW_PRODUCTS, "row_products", holes)
+    return finished(frame, ROW_PRODUCTS, "row_products", holes)
 
 
 def query_gradient(frame: GradientFrame) -> tuple[str, list[str]]:
@@ -160,11 +176,13 @@ def key_gradients(frame: GradientFrame) -> tuple[str, list[str]]:
         "accs": keys.accumulators(frame),
         "pointers": memory.query_pointers(frame),
         "first_row": keys.first_row(frame),
+        "sums": keys.sums(frame),
         "query_range": ranges.query_range(frame),
         "full_begin": ranges.full_begin(frame),
         "full_tile": keys.full_tile(frame),
         "edge_loop": ranges.edge_loop(frame),
         "edge_tile": keys.edge_tile(frame),
+        "store_sums": keys.store_sums(frame),
         "store": memory.store(frame),
     }
     if not frame.members:
@@ -174,6 +192,31 @@ def key_gradients(frame: GradientFrame) -> tuple[str, list[str]]:
     return finished(frame, SHARED_KEY_GRADIENTS, "key_gradients", holes)
 
 
+def pair_gradient(frame: GradientFrame, leaf: Leaf) -> tuple[str, list[str]]:
+    """The gradient of what varies with query and key: one program has a tile of it."""
+    walked = pairs.walked_axes(frame.region, leaf)
+    holes: dict[str, str | list[str]] = {
+        "program": pairs.program(frame, leaf),
+        "rows": query_rows(frame),
+        "columns": columns(frame),
+        "sum": [f"{leaf.name}_sum = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)"],
+        "member": pairs.member(frame, leaf),
+        "fixed": fixed_loads(frame),
+        "query": query_tiles(frame),
+        "values": queries.query_values(frame),
+        "pointers": tile_pointers(frame),
+        "key_range": key_range(frame),
+        "begin": pairs.begin(frame),
+        "end": pairs.end(frame),
+        "tile": pairs.tile(frame, leaf),
+        "store": pairs.store(frame, leaf),
+    }
+    if not walked:
+        return finished(frame, PAIR_GRADIENT, f"{leaf.name}_gradient", holes)
+    holes["members"] = pairs.members(frame, leaf)
+    return finished(frame, SHARED_PAIR_GRADIENT, f"{leaf.name}_gradient", holes)
+
+
 def finished(
     frame: GradientFrame, skeleton: str, name: str, holes: Mapping[str, str | list[str]]
 ) -> tuple[str, list[str]]:
@@ -181,7 +224,8 @@ def finished(
     head, _, body = skeleton.partition("):\n")
     body = tidy("def kernel():\n" + fill(body, holes)).removeprefix("def kernel():\n")
     params = parameters(frame, names_read("def kernel():\n" + body))
-    sizes = "[" + ", ".join(f'"{p}"' for p in unspecialised(frame, params)) + "]"
+    lengths = [*unspecialised(frame, params), *(p for p in params if p == "splits")]
+    sizes = "[" + ", ".join(f'"{p}"' for p in lengths) + "]"
     filled = fill(head, {"sizes": sizes, "name": name, "parameters": wrapped(declared(params), 4)})
     return filled + "):\n" + body, params
 
@@ -197,8 +241,9 @@ def constants(frame: GradientFrame, kernels: str) -> list[str]:
     return [f"{name} = tl.constexpr({value!r})  # {what}" for name, (value, what) in known.items() if name in read]
 
 
-def document(region: AttentionRegion, plan: BackwardPlan, key: str) -> list[str]:
+def document(frame: GradientFrame, plan: BackwardPlan, key: str) -> list[str]:
     """The mathematics, what is read, the plans, and how to make this file again."""
+    region = frame.region
     shapes = [f"    {o.name:<10} [{', '.join(map(text, o.shape))}]  {o.dtype}" for o in region.operands]
     named = [] if region.weight == Const(1.0) else [f"    W = {text(region.weight)}"]
     weight = "W " if named else ""
@@ -212,6 +257,7 @@ def document(region: AttentionRegion, plan: BackwardPlan, key: str) -> list[str]
         f"    dV = sum over queries of  {weight}P dO",
         f"    dS = P ({weight}dO V - delta),  delta = sum over dv of  O dO",
         "    dQ = sum over keys of  dS dS/dscore K,  dK = sum over queries of  dS dS/dscore Q",
+        *(f"    d{leaf.load.tensor} = sum over its places of  {_share(leaf)}" for leaf in frame.leaves),
         "",
         "Tensors, through run-time strides:",
         *shapes,
@@ -219,10 +265,21 @@ def document(region: AttentionRegion, plan: BackwardPlan, key: str) -> list[str]
         "",
         *_plan("dQ", plan.queries),
         *_plan("dK, dV", plan.keys),
+        *(line for leaf in frame.summed_along("pairs") for line in _plan(f"d{leaf.name}", pair_plan(plan.keys))),
         "",
         "Generated by fusecomp; `python THIS_FILE` compares it with autograd in plain PyTorch.",
         f"Key {key}.",
     ]
+
+
+def _share(leaf: Leaf) -> str:
+    """What a place adds to the gradient of something that learns."""
+    x = text(leaf.load)
+    return {
+        "score": f"dS dS/d({x})",
+        "weight": f"P dO V dW/d({x})",
+        "sink": f"-exp(sink - lse) delta dsink/d({x})",
+    }[leaf.source]
 
 
 def _plan(what: str, plan: TilePlan) -> list[str]:

@@ -49,7 +49,7 @@ if __name__ == "__main__":
 '''
 
 
-def backward_selfcheck(region: AttentionRegion) -> list[str]:
+def backward_selfcheck(region: AttentionRegion, learned: frozenset[str] = frozenset()) -> list[str]:
     """reference() and main()."""
     found = sample(region)
     names = [o.name for o in region.operands]
@@ -67,7 +67,7 @@ def backward_selfcheck(region: AttentionRegion) -> list[str]:
         "where": INTERPRETED if "bfloat16" not in narrow else ON_GPU,
         "sizes": ", ".join(str(found.sizes[name]) for name in region.sizes),
         "tensors": [f"{t}," for t in found.tensors],
-        "places": str(sorted({names.index(a.operand) for a in roles(region)})),
+        "places": str(sorted(map(names.index, {*learned, *(a.operand for a in roles(region))}))),
         "out_dtype": region.out_dtype,
         "tolerance": "8e-2" if narrow else "1e-4",
     }

@@ -3,8 +3,9 @@
     P  = exp(S - lse)        dV = sum over rows of  (weight P) dO
     dP = weight dO V^T       dS = P (dP - delta),   delta = rowsum(dO O)
     dQ_t, dK_t               dscore_t = dS * dS/dscore_t, times K_t and Q_t
+    dx                       dS * dS/dx, summed where x is read more than once, for x that S reads and that learns
 
-dS/dscore_t = `factor` * `rest`: the factor multiplies the finished sum, the rest each element.
+Each derivative is `factor` * `rest`: the factor multiplies the finished sum, the rest each element.
 """
 
 from __future__ import annotations
@@ -14,14 +15,13 @@ from functools import cached_property
 
 from fusecomp.codegen.base2 import Exponent, exponent
 from fusecomp.codegen.cheaper import cheaper
-from fusecomp.codegen.derivative import d_score, factored
+from fusecomp.codegen.derivative import ONE, derivative, factored
 from fusecomp.codegen.frame import Frame, merged
 from fusecomp.codegen.printer import Names
 from fusecomp.codegen.values import Values, element_values
 from fusecomp.errors import KernelError
 from fusecomp.ir.algebra import apply, depends_on_score, substitute
-from fusecomp.ir.expr import Apply, Const, Expr, Load, Score, Var, parts, transform, variables
-from fusecomp.ir.poly import poly
+from fusecomp.ir.expr import Apply, Const, Expr, Load, Score, Var, dtype_kind, parts, transform, variables
 from fusecomp.ir.ranges import Reach, reach
 from fusecomp.ir.region import Access, AttentionRegion
 
@@ -30,8 +30,29 @@ INNER = 100
 
 
 @dataclass(frozen=True)
+class Leaf:
+    """One place at which a tensor that learns is read: x = load. Its gradient is a sum of
+
+    score     dS dS/dx
+    weight    P dO V^T dW/dx
+    sink      -exp(sink - lse) delta dsink/dx
+    """
+
+    name: str
+    """Of its sums: that of the tensor, numbered where it is read at several places."""
+    load: Load
+    source: str
+    """"score", "weight" or "sink"."""
+    rest: Expr
+    factor: float
+
+
+@dataclass(frozen=True)
 class GradientFrame(Frame):
     """A region under the plan of one of its backward kernels; query heads are never packed."""
+
+    learned: frozenset[str] = frozenset()
+    """The tensors that gradients are wanted of, beside Q, K and V."""
 
     @cached_property
     def raw(self) -> Expr:
@@ -43,10 +64,45 @@ class GradientFrame(Frame):
         """The products that S uses apart."""
         return (0,) if self.summed else tuple(range(len(self.region.products)))
 
+    @property
+    def differentiated(self) -> tuple[Score | Load, ...]:
+        """What S is differentiated by."""
+        return (*map(Score, self.terms), *self._learned_loads(self.raw))
+
+    def _learned_loads(self, e: Expr | None) -> list[Load]:
+        found = [x for x in parts(e) if isinstance(x, Load) and x.tensor in self.learned] if e is not None else []
+        return sorted((x for x in found if dtype_kind(x.dtype) == "float"), key=str)
+
+    @cached_property
+    def leaves(self) -> tuple[Leaf, ...]:
+        """What learns beside Q, K and V, in the order of the operands."""
+        sources = {"score": self.raw, "weight": self.weight, "sink": self.sink}
+        found = [(x, source, e) for source, e in sources.items() for x in self._learned_loads(e)]
+        order = [o.name for o in self.region.operands]
+        leaves: list[Leaf] = []
+        for x, source, e in sorted(found, key=lambda f: order.index(f[0].tensor)):
+            assert e is not None
+            before = sum(leaf.load.tensor == x.tensor for leaf in leaves)
+            rest, factor = factored(derivative(e, x))
+            rest = self.shared(rest) if source == "score" else rest
+            leaves.append(Leaf(f"{x.tensor}_{before}" if before else x.tensor, x, source, rest, factor))
+        return tuple(leaves)
+
+    def along(self, leaf: Leaf) -> str:
+        """What a leaf varies with: "pairs" of query and key, "keys", or "queries", of which there may be one in all."""
+        names = variables(leaf.load)
+        if self.kv_idx.name not in names:
+            return "queries"
+        return "pairs" if self.q_idx.name in names else "keys"
+
+    def summed_along(self, what: str) -> list[Leaf]:
+        """The leaves of S and of the weight that vary so."""
+        return [leaf for leaf in self.leaves if leaf.source != "sink" and self.along(leaf) == what]
+
     @cached_property
     def inner(self) -> tuple[tuple[str, Expr], ...]:
         """Costly parts of S that its derivative needs too, innermost first: tanh_score = tanh(score * 0.125 / 30)."""
-        wanted = {x for t in self.terms for x in parts(d_score(self.raw, t))}
+        wanted = {x for y in self.differentiated for x in parts(derivative(self.raw, y))}
         found = [x for x in parts(self.raw) if x in wanted and _costly(x)]
         found.sort(key=lambda x: len(list(parts(x))))
         names: list[str] = []
@@ -70,14 +126,19 @@ class GradientFrame(Frame):
         """(rest, factor) of dS/dscore_t."""
         found = {}
         for t in self.terms:
-            rest, factor = factored(d_score(self.raw, t))
+            rest, factor = factored(derivative(self.raw, Score(t)))
             found[t] = self.shared(rest), factor
         return found
+
+    @cached_property
+    def names_d_logit(self) -> bool:
+        """Whether the gradient of S is used more than once."""
+        return len(self.terms) > 1 or any(leaf.source == "score" for leaf in self.leaves)
 
     def d_name(self, product: int) -> str:
         """The gradient of one product's scores."""
         t = 0 if self.summed else product
-        return f"d_score{t or ''}"
+        return "d_logit" if self.names_d_logit and self.derivative[t][0] == ONE else f"d_score{t or ''}"
 
     def factor_of(self, product: int) -> float:
         return self.derivative[0 if self.summed else product][1]
@@ -88,9 +149,10 @@ class GradientFrame(Frame):
         bounds = [x.edge for found in (self.reach, self.rows_reach) for x in (*found.lower, *found.upper)]
         inner = [self.shared(x, i) for i, (_, x) in enumerate(self.inner)]
         rests = [rest for rest, _ in self.derivative.values()]
-        weight = [self.weight] if self.weight is not None else []
+        leaves = [leaf.rest for leaf in self.leaves]
+        factors = [e for e in (self.weight, self.sink) if e is not None]
         return element_values(
-            [self.exponent.score, *inner, *rests, *bounds, *self.region.keep, *weight], self.kv_idx.name
+            [self.exponent.score, *inner, *rests, *leaves, *bounds, *self.region.keep, *factors], self.kv_idx.name
         )
 
     @cached_property
@@ -180,75 +242,6 @@ def _outermost(e: Expr, v: Var) -> list[Expr]:
     return [x for y in e.args for x in _outermost(y, v)]
 
 
-# ----------------------------------------------------------------------------------------------------------------
-# What can be written
-
-
-def require_gradients(frame: GradientFrame) -> None:
-    """Raise KernelError with the reason where no backward kernel is exact."""
-    region = frame.region
-    if region.filled_score is not None:
-        raise KernelError("no backward kernel: rows that see no key average over all of them")
-    if frame.addressed.tiles or frame.addressed.hoisted:
-        raise KernelError("no backward kernel: keys are found through a table")
-    for p in region.products:
-        _require_apart(p.q, p.q.index, (*region.batch, region.q_idx, p.d))
-        _require_apart(p.k, frame.key_access(p.k), (*frame.key_axes, region.kv_idx, p.d))
-    _require_apart(region.v, frame.key_access(region.v), (*frame.key_axes, region.kv_idx, region.dv))
-    accesses = roles(region)
-    for i, a in enumerate(accesses):
-        for b in accesses[i + 1 :]:
-            if a.operand == b.operand and not _disjoint(a, b):
-                raise KernelError(f"no backward kernel: {a} and {b} may be the same element")
-
-
 def roles(region: AttentionRegion) -> tuple[Access, ...]:
     """Q and K of each product, and V."""
     return (*(a for p in region.products for a in (p.q, p.k)), region.v)
-
-
-def _disjoint(a: Access, b: Access) -> bool:
-    """Whether two accesses of one tensor provably never meet: constants that differ in one coordinate."""
-    pairs = zip(a.index, b.index, strict=True)
-    return any(isinstance(x, Const) and isinstance(y, Const) and x != y for x, y in pairs)
-
-
-def _require_apart(a: Access, index: tuple[Expr, ...], axes: tuple[Var, ...]) -> None:
-    """Each element of a gradient is written once: the index decides every axis."""
-    if any(isinstance(x, Load) for e in index for x in parts(e)):
-        raise KernelError(f"no backward kernel: {a} is read through a table")
-    decided = {v for e in index for v in digits(e)}
-    missing = [v.name for v in axes if v not in decided]
-    if missing:
-        raise KernelError(f"no backward kernel: the gradient of {a} is a sum over {', '.join(missing)}")
-
-
-def digits(e: Expr) -> frozenset[Var]:
-    """The indices that the value of `e` decides: those of h, b * H + h, kv_idx + 3."""
-    moving = {m: c for m, c in poly(e).items() if any(variables(f) for f in m)}
-    if len(moving) == 1:
-        ((monomial, _),) = moving.items()
-        factors = [f for f in monomial if variables(f)]
-        return frozenset(f for f in factors if isinstance(f, Var)) if len(factors) == 1 else frozenset()
-    for v in (x for x in parts(e) if isinstance(x, Var)):
-        if apply("mod", e, v.size) == v:
-            return frozenset({v}) | digits(apply("floordiv", e, v.size))
-    return frozenset()
-
-
-def covers(region: AttentionRegion, name: str) -> bool:
-    """Whether the gradient of an operand is written whole: one access, a different whole index in each dimension."""
-    accesses = [a for a in roles(region) if a.operand == name]
-    if len(accesses) > 1:
-        return False
-    shape = region.operand(name).shape
-    for e, size in zip(accesses[0].index, shape, strict=True):
-        match e:
-            case Var(_, own) if own == size:
-                continue
-            case Apply("floordiv", (Var(_, own), c)) if apply("floordiv", own, c) == size:
-                continue
-            case Const(0) if size == Const(1):
-                continue
-        return False
-    return True

@@ -11,11 +11,13 @@ from fusecomp.codegen.backward_memory import query_loads, query_values
 from fusecomp.codegen.backward_queries import read_by_tile
 from fusecomp.codegen.backward_tile import (
     accumulated,
+    leaf_gradient,
     mask,
     probabilities,
     products_of,
     rounded,
     row_values,
+    scaled_by,
     score_gradients,
     scores,
     value_products,
@@ -111,12 +113,37 @@ def _key_chunks(frame: GradientFrame) -> list[tuple[int, Chunk]]:
 
 
 def first_row(frame: GradientFrame) -> Lines:
-    """Where lse and delta [batch axes, M] hold this head's queries."""
-    size, body = triton_text(frame.q_idx.size, frame.names), ""
+    """Where lse and delta [batch axes, M] hold this head's queries, and sums [batch axes, N] its keys."""
+    m, n = (triton_text(v.size, frame.names) for v in (frame.q_idx, frame.kv_idx))
+    head = outer(frame)
+    head = f"tl.cast({head}, tl.int64)" if not frame.key_axes else f"({head})" if " " in head else head
+    return [
+        f"first_row = {head} * {m}  # of this head, in lse and delta",
+        *([f"first_key = {head} * {n} + k_start"] if frame.summed_along("keys") else []),
+    ]
+
+
+def outer(frame: GradientFrame) -> str:
+    """b * H + h."""
+    body = ""
     for v in frame.region.batch:
-        body = f"({body} * {axis_size(frame, v)} + {v.name})" if body else v.name
-    body = body if frame.key_axes else f"tl.cast({body or '0'}, tl.int64)"
-    return [f"first_row = {body} * {size}  # of this head, in lse and delta"]
+        head = f"({body})" if " " in body else body
+        body = f"{head} * {axis_size(frame, v)} + {v.name}" if body else v.name
+    return body or "0"
+
+
+def sums(frame: GradientFrame) -> Lines:
+    """Sums over queries of what learns and does not vary with them, for each query head."""
+    return [f"{leaf.name}_sum = tl.zeros([BLOCK_N], tl.float32)" for leaf in frame.summed_along("keys")]
+
+
+def store_sums(frame: GradientFrame) -> Lines:
+    size = triton_text(frame.kv_idx.size, frame.names)
+    lines = []
+    for leaf in frame.summed_along("keys"):
+        value = scaled_by(f"{leaf.name}_sum[:, None]", leaf.factor)
+        lines.append(f"tl.store({leaf.name}_sums_ptr + first_key + n, {value}, mask=n < {size} - k_start)")
+    return lines
 
 
 def full_tile(frame: GradientFrame) -> Lines:
@@ -162,4 +189,6 @@ def _tile(frame: GradientFrame, tests: list[Expr], edge: bool) -> Lines:
         dtype = frame.region.products[t].dtype
         left = rounded(frame.d_name(t), dtype)
         body.append(accumulated(frame, c.name("dk_acc"), left, c.name("q_tile"), dtype))
+    for leaf in frame.summed_along("keys"):
+        body.append(f"{leaf.name}_sum += tl.sum({leaf_gradient(frame, leaf)}, axis=1)")
     return body

@@ -4,21 +4,28 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from fusecomp.codegen.backward_frame import GradientFrame, covers, roles
+from fusecomp.codegen.backward_exact import covers
+from fusecomp.codegen.backward_frame import GradientFrame, Leaf, roles
 from fusecomp.codegen.backward_keys import axis_size
+from fusecomp.codegen.backward_pairs import direct, kept_axes, members, walked_axes
+from fusecomp.codegen.backward_sums import memory, totals
 from fusecomp.codegen.launcher import argument, outer_sizes, unpacked, wrapped
 from fusecomp.codegen.logsumexp import saved
 from fusecomp.codegen.printer import triton_text
+from fusecomp.ir.region import AttentionRegion
 from fusecomp.planning.tile import TilePlan
 
 Lines = list[str]
 DELTA_ROWS = 64
 """Queries of a program of the kernel that only reads O and dO."""
+PROGRAMS = 512
+"""Enough to fill a GPU: where a tensor has fewer tiles, its sum is cut into parts."""
 
 
 def learned(frame: GradientFrame) -> tuple[str, ...]:
     """The operands that gradients are written for."""
-    return tuple(dict.fromkeys(a.operand for a in roles(frame.region)))
+    others = (o.name for o in frame.region.operands if o.name in frame.learned)
+    return tuple(dict.fromkeys([*(a.operand for a in roles(frame.region)), *others]))
 
 
 def parameters(frame: GradientFrame, read: Iterable[str]) -> list[str]:
@@ -27,9 +34,9 @@ def parameters(frame: GradientFrame, read: Iterable[str]) -> list[str]:
     ranks = {"out": len(region.out_axes), "grad_out": len(region.out_axes)}
     ranks |= {f"grad_{name}": len(region.operand(name).shape) for name in learned(frame)}
     ranks |= {o.name: len(o.shape) for o in region.operands}
-    pointers = [*(f"{t}_ptr" for t in ranks), "lse_ptr", "delta_ptr"]
+    pointers = [*(f"{t}_ptr" for t in ranks), "lse_ptr", "delta_ptr", *(f"{x.name}_sums_ptr" for x in frame.leaves)]
     strides = [f"{t}_stride_{i}" for t, rank in ranks.items() for i in range(rank)]
-    return [p for p in (*pointers, *strides, *region.sizes, "BLOCK_M", "BLOCK_N") if p in names]
+    return [p for p in (*pointers, *strides, *region.sizes, "splits", "BLOCK_M", "BLOCK_N") if p in names]
 
 
 def declared(params: Sequence[str]) -> Lines:
@@ -55,14 +62,13 @@ def key_grid(frame: GradientFrame, block_n: int) -> Lines:
 
 
 def backward_launch(frames: dict[str, GradientFrame], params: dict[str, list[str]]) -> Lines:
-    """delta, then dQ where it is wanted, then dK and dV where one of them is."""
+    """delta, then dQ where it is wanted, then dK and dV where one of them is, then what else learns."""
     queries, keys = frames["query_gradient"], frames["key_gradients"]
     region, plan, other = queries.region, queries.plan, keys.plan
-    names = learned(queries)
-    asked = [n for n in names if n in {p.q.operand for p in region.products}]
-    seen = [n for n in names if n in {*(p.k.operand for p in region.products), region.v.operand}]
+    asked = [*dict.fromkeys(p.q.operand for p in region.products), *_summed(queries, "queries")]
+    seen = [*dict.fromkeys([*(p.k.operand for p in region.products), region.v.operand]), *_summed(keys, "keys")]
     size = triton_text(queries.kv_idx.size, queries.names)
-    lines = [*unpacked(region), *_gradients(queries, names)]
+    lines = [*unpacked(region), *_gradients(queries, learned(queries))]
     lines += [
         f"if grad_out.numel() == 0 or {size} == 0:",
         "    for grad in grads:",
@@ -70,15 +76,50 @@ def backward_launch(frames: dict[str, GradientFrame], params: dict[str, list[str
         "            grad.zero_()",
         "    return",
         f"delta = torch.empty_like({'lse[..., 0].contiguous()' if saved(region) else 'lse'})",
+        *(line for leaf in queries.leaves if leaf.name not in frames for line in memory(queries, leaf)),
     ]
     block = TilePlan("", DELTA_ROWS, 0, (), (), 4, 1)
     lines += call("row_products", query_grid(queries, DELTA_ROWS), params["row_products"], block, 4, 1)
     grid = query_grid(queries, plan.block_m)
     kernel = call("query_gradient", grid, params["query_gradient"], plan, plan.warps, plan.stages)
-    lines += _where_wanted(asked, kernel)
+    lines += _where_wanted(asked, kernel, region)
     grid = key_grid(keys, other.block_n)
     kernel = call("key_gradients", grid, params["key_gradients"], other, other.warps, other.stages)
-    return [*lines, *_where_wanted(seen, kernel)]
+    lines += _where_wanted(seen, kernel, region)
+    for name in learned(queries):
+        if name in queries.learned:
+            lines += _others(frames, params, name)
+    return lines
+
+
+def _summed(frame: GradientFrame, along: str) -> list[str]:
+    return list(dict.fromkeys(leaf.load.tensor for leaf in frame.summed_along(along)))
+
+
+def _others(frames: dict[str, GradientFrame], params: dict[str, list[str]], operand: str) -> Lines:
+    """The gradient of something that learns beside Q, K and V."""
+    frame = frames["query_gradient"]
+    mine = [leaf for leaf in frame.leaves if leaf.load.tensor == operand]
+    lines = [line for leaf in mine if leaf.name in frames for line in _pairs(frames[leaf.name], leaf, params)]
+    lines += totals(frame, operand) if mine else [f"grad_{operand}.zero_()"]
+    return [f"if grad_{operand} is not None:", *("    " + line for line in lines)]
+
+
+def _pairs(frame: GradientFrame, leaf: Leaf, params: dict[str, list[str]]) -> Lines:
+    """The kernel of a leaf of every query and key."""
+    region, plan = frame.region, frame.plan
+    m, n = (triton_text(v.size, frame.names) for v in (frame.q_idx, frame.kv_idx))
+    kept = [axis_size(frame, v) for v in kept_axes(region, leaf)]
+    grid = [*kept, f"triton.cdiv({m}, {plan.block_m})", f"triton.cdiv({n}, {plan.block_n})"]
+    walked, lines = walked_axes(region, leaf), []
+    if walked:
+        fill = f"triton.cdiv({PROGRAMS}, {' * '.join(grid)})"
+        lines.append(f"splits = min({members(frame, leaf)}, {fill})")
+        grid = ["splits", *grid]
+    if not direct(frame, leaf):
+        lines += memory(frame, leaf, "splits" if walked else "1")
+    kernel = f"{leaf.name}_gradient"
+    return [*lines, *call(kernel, grid, params[kernel], plan, plan.warps, plan.stages)]
 
 
 def _gradients(frame: GradientFrame, names: Sequence[str]) -> Lines:
@@ -87,14 +128,15 @@ def _gradients(frame: GradientFrame, names: Sequence[str]) -> Lines:
     lines: Lines = []
     for name in names:
         lines.append(f"grad_{name} = grads[{places.index(name)}]")
-        if not covers(frame.region, name):
+        if name not in frame.learned and not covers(frame.region, name):
             lines += [f"if grad_{name} is not None:", f"    grad_{name}.zero_()  # not every element is read"]
     return lines
 
 
-def _where_wanted(names: Sequence[str], kernel: Lines) -> Lines:
-    """The call, if one of its gradients is wanted; the others then go to scratch."""
+def _where_wanted(names: Sequence[str], kernel: Lines, region: AttentionRegion) -> Lines:
+    """The call, if one of its gradients is wanted; those that it writes itself then go to scratch."""
     lines = [f"if {' or '.join(f'grad_{n} is not None' for n in names)}:"]
     if len(names) > 1:
-        lines += [f"    grad_{n} = torch.empty_like({n}) if grad_{n} is None else grad_{n}" for n in names]
+        written = [n for n in names if n in {a.operand for a in roles(region)}]
+        lines += [f"    grad_{n} = torch.empty_like({n}) if grad_{n} is None else grad_{n}" for n in written]
     return [*lines, *("    " + line for line in kernel)]

@@ -6,6 +6,7 @@ from fusecomp.codegen.address import Address, address
 from fusecomp.codegen.backward_frame import GradientFrame
 from fusecomp.codegen.backward_tile import (
     accumulated,
+    leaf_gradient,
     mask,
     probabilities,
     products_of,
@@ -14,16 +15,19 @@ from fusecomp.codegen.backward_tile import (
     scaled_by,
     score_gradients,
     scores,
+    times,
     value_products,
     weights,
 )
 from fusecomp.codegen.frame import Chunk
+from fusecomp.codegen.logsumexp import saved
 from fusecomp.codegen.memory import element_loads, key_loads, output_index, row_base, row_offsets, value_loads
 from fusecomp.codegen.philox import kept
-from fusecomp.codegen.printer import triton_text
+from fusecomp.codegen.printer import show, triton_text
 from fusecomp.codegen.program import stored_rows
 from fusecomp.codegen.tile import places
 from fusecomp.ir.expr import Expr, Var
+from fusecomp.ir.primitives import PLUS
 
 Lines = list[str]
 
@@ -60,13 +64,33 @@ def delta(frame: GradientFrame) -> Lines:
     ]
 
 
+def sinks(frame: GradientFrame) -> Lines:
+    """What a sink's weight, exp(sink - lse), adds to the gradients of what it reads, for each query."""
+    leaves = [leaf for leaf in frame.leaves if leaf.source == "sink"]
+    if not leaves:
+        return []
+    assert frame.sink is not None
+    body, level = show(frame.sink, frame.names)
+    at, log_sum = ("2 * rows", " - tl.load(lse_ptr + 2 * rows + 1) * LOG2E") if saved(frame.region) else ("rows", "")
+    logit = f"({body})" if level > PLUS else body
+    lines = [
+        f"sink_weight = tl.exp2(({logit} - tl.load(lse_ptr + {at})) * LOG2E{log_sum})  # it has no value",
+        "d_sink = -sink_weight * delta[:, None]",
+    ]
+    for leaf in leaves:
+        value = scaled_by("d_sink" + times(frame, leaf.rest), leaf.factor)
+        lines.append(f"tl.store({leaf.name}_sums_ptr + rows, {value}, mask={stored_rows(frame)})")
+    return lines
+
+
 def query_values(frame: GradientFrame) -> Lines:
     """dO, lse and delta of the tile's queries."""
     return [*output_tiles(frame, "grad_out", "do", cast=True), *first_row(frame), *row_values(frame, "rows", "")]
 
 
 def accumulators(frame: GradientFrame) -> Lines:
-    return [f"{c.name('dq_acc')} = tl.zeros([BLOCK_M, {c.size}], tl.float32)" for c in _chunks(frame)]
+    queries = [f"{c.name('dq_acc')} = tl.zeros([BLOCK_M, {c.size}], tl.float32)" for c in _chunks(frame)]
+    return [*queries, *(f"{leaf.name}_sum = tl.zeros([BLOCK_M], tl.float32)" for leaf in frame.summed_along("queries"))]
 
 
 def _chunks(frame: GradientFrame) -> list[Chunk]:
@@ -80,14 +104,31 @@ def full_tile(frame: GradientFrame) -> Lines:
 
 def edge_tile(frame: GradientFrame) -> Lines:
     """A tile that a bound, or the end of the keys, cuts."""
+    return _tile(frame, edge_tests(frame), edge=True)
+
+
+def edge_tests(frame: GradientFrame) -> list[Expr]:
+    """The terms of the mask that such a tile tests."""
     level = [x.term for x in frame.reach.upper if x.slope]  # the others are what k_end says
-    return _tile(frame, [x.term for x in frame.reach.lower] + level + list(frame.reach.loose), edge=True)
+    return [x.term for x in frame.reach.lower] + level + list(frame.reach.loose)
 
 
 def _tile(frame: GradientFrame, tests: list[Expr], edge: bool) -> Lines:
-    """dQ_t += dscore_t K_t."""
+    """dQ_t += dscore_t K_t, and the sums over keys of what learns and does not vary with them."""
+    body = score_gradient(frame, tests, edge)
+    for t, product in enumerate(frame.region.products):
+        for c in frame.d_chunks(t):
+            left = rounded(frame.d_name(t), product.dtype)
+            body.append(accumulated(frame, c.name("dq_acc"), left, f"tl.trans({c.name('k_tile')})", product.dtype))
+    for leaf in frame.summed_along("queries"):
+        body.append(f"{leaf.name}_sum += tl.sum({leaf_gradient(frame, leaf)}, axis=1)")
+    return [*places(frame, "\n".join(body)), *body]
+
+
+def score_gradient(frame: GradientFrame, tests: list[Expr], edge: bool) -> Lines:
+    """dscore_t of a tile, [BLOCK_M, BLOCK_N]."""
     live = Var("live", frame.kv_idx.size)
-    body = [
+    return [
         *key_loads(frame, edge),
         *products_of(frame, "{0}", "{1}", "[BLOCK_M, BLOCK_N]"),
         "",
@@ -102,22 +143,18 @@ def _tile(frame: GradientFrame, tests: list[Expr], edge: bool) -> Lines:
         *weights(frame),
         *score_gradients(frame, ""),
     ]
-    for t, product in enumerate(frame.region.products):
-        for c in frame.d_chunks(t):
-            left = rounded(frame.d_name(t), product.dtype)
-            body.append(accumulated(frame, c.name("dq_acc"), left, f"tl.trans({c.name('k_tile')})", product.dtype))
-    return [*places(frame, "\n".join(body)), *body]
 
 
 def read_by_tile(frame: GradientFrame, tests: list[Expr]) -> list[Expr]:
     """The expressions that a tile computes."""
     inner = [frame.shared(x, i) for i, (_, x) in enumerate(frame.inner)]
     rests = [rest for rest, _ in frame.derivative.values()]
+    rests += [leaf.rest for leaf in frame.leaves if leaf.source != "sink"]
     return [frame.exponent.score, *inner, *rests, *tests, *([frame.weight] if frame.weight is not None else [])]
 
 
 def store(frame: GradientFrame) -> Lines:
-    """dQ_t = factor dq_acc, rounded."""
+    """dQ_t = factor dq_acc, rounded; the sums of what learns, for the host to add up."""
     lines: Lines = []
     for t, product in enumerate(frame.region.products):
         a = _address(frame, f"grad_{product.q.operand}", product.q.index)
@@ -130,4 +167,7 @@ def store(frame: GradientFrame) -> Lines:
             value = rounded(value if " " not in value else f"({value})", frame.region.operand(product.q.operand).dtype)
             pointer = " + ".join([base, *row_offsets(frame, a, {product.d: f"{c.d}[None, :]"})])
             lines.append(f"tl.store({pointer}, {value}, mask={live})")
+    for leaf in frame.summed_along("queries"):
+        value = scaled_by(f"{leaf.name}_sum[:, None]", leaf.factor)
+        lines.append(f"tl.store({leaf.name}_sums_ptr + rows, {value}, mask={stored_rows(frame)})")
     return lines

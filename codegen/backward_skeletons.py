@@ -41,10 +41,12 @@ def «name»(
 
     «rows»
     «columns»
+    «fixed»
 
     «output»
     «first_row»
     «delta»
+    «sinks»
 """
 
 QUERY_GRADIENT = """\
@@ -94,6 +96,7 @@ def «name»(
 _QUERIES = """\
     «pointers»
     «first_row»
+    «sums»
 
     «query_range»
     for q_start in range(«full_begin», full_end, BLOCK_M):
@@ -101,6 +104,35 @@ _QUERIES = """\
 
     «edge_loop»
         «edge_tile»
+
+    «store_sums»
+"""
+
+_PAIRS = """\
+    «member»
+    «fixed»
+
+    «query»
+    «values»
+    «pointers»
+
+    «key_range»
+    for k_start in range(«begin», «end», BLOCK_N):
+        «tile»
+
+"""
+
+_PAIRS_HEAD = """\
+@triton.jit(do_not_specialize=«sizes»)
+def «name»(
+    «parameters»
+):
+    «program»
+
+    «rows»
+    «columns»
+
+    «sum»
 
 """
 
@@ -122,6 +154,12 @@ SHARED_KEY_GRADIENTS = (
 """
     + nested(_QUERIES)
     + "    «store»\n"
+)
+
+PAIR_GRADIENT = _PAIRS_HEAD + _PAIRS + "    «store»\n"
+
+SHARED_PAIR_GRADIENT = (
+    _PAIRS_HEAD + "    for member in range(split, «members», splits):\n" + nested(_PAIRS) + "    «store»\n"
 )
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from fusecomp.codegen.backward_frame import GradientFrame
+from fusecomp.codegen.backward_frame import GradientFrame, Leaf
 from fusecomp.codegen.derivative import ONE
 from fusecomp.codegen.frame import score_name
 from fusecomp.codegen.printer import literal, show, triton_dtype, triton_text
@@ -48,7 +48,8 @@ def row_values(frame: GradientFrame, where: str, tests: str) -> Lines:
     saved in two, it is the maximum, and log_sum is what lies above."""
     gone, zero = (f', mask={tests}, other=float("inf")', f", mask={tests}, other=0.0") if tests else ("", "")
     natural = frame.exponent.natural
-    unit, at = ("", f"2 * ({where})") if natural else (" * LOG2E", where)
+    place = f"({where})" if " " in where else where
+    unit, at = ("", f"2 * {place}") if natural else (" * LOG2E", where)
     empty = 'lse = tl.where(lse == float("-inf"), float("inf"), lse)  # a row that saw no key takes no part'
     return [
         f"lse = tl.load(lse_ptr + {at}{gone}){unit}",
@@ -73,14 +74,25 @@ def weights(frame: GradientFrame) -> Lines:
 
 def score_gradients(frame: GradientFrame, rows: str) -> Lines:
     """dS = P (dP - delta), and for each product dS times the part of dS/dscore that varies inside the tile."""
-    weight = ["d_p = d_p * weight"] if frame.weight is not None else []
+    lines = ["d_weight = p * d_p"] if any(leaf.source == "weight" for leaf in frame.leaves) else []
+    if frame.weight is not None:
+        lines.append("d_p = d_p * weight")
     ds = f"p * (d_p - delta{rows})"
-    rests = {t: rest for t, (rest, _) in frame.derivative.items()}
-    if len(rests) > 1:
-        weight.append(f"d_logit = {ds}")
+    if frame.names_d_logit:
+        lines.append(f"d_logit = {ds}")
         ds = "d_logit"
-    times = {t: "" if rest == ONE else f" * {factor_text(frame, rest)}" for t, rest in rests.items()}
-    return [*weight, *(f"{frame.d_name(t)} = {ds}{times[t]}" for t in rests)]
+    found = {frame.d_name(t): ds + times(frame, rest) for t, (rest, _) in frame.derivative.items()}
+    return [*lines, *(f"{name} = {body}" for name, body in found.items() if name != body)]
+
+
+def leaf_gradient(frame: GradientFrame, leaf: Leaf) -> str:
+    """What one element of a tile adds to the gradient of something that learns."""
+    return ("d_weight" if leaf.source == "weight" else "d_logit") + times(frame, leaf.rest)
+
+
+def times(frame: GradientFrame, e: Expr) -> str:
+    """Multiplication by `e`, nothing where it is 1."""
+    return "" if e == ONE else f" * {factor_text(frame, e)}"
 
 
 def factor_text(frame: GradientFrame, e: Expr) -> str:

@@ -1,4 +1,4 @@
-"""dS/dscore, symbolically: what a gradient of S is multiplied by to become a gradient of one product.
+"""dS/dx, symbolically: what a gradient of S is multiplied by to become that of a product, or of a tensor it reads.
 
     (f(g))' = f'(g) g'          one row of RULES for each primitive, its partial derivatives
 
@@ -13,7 +13,7 @@ from collections.abc import Callable
 from fusecomp.codegen.cheaper import times
 from fusecomp.errors import KernelError
 from fusecomp.ir.algebra import apply, cast
-from fusecomp.ir.expr import Apply, Cast, Const, Expr, Score, dtype_kind, kind, parts
+from fusecomp.ir.expr import Apply, Cast, Const, Expr, Load, Score, dtype_kind, kind, parts
 
 ZERO, ONE = Const(0.0), Const(1.0)
 Partials = Callable[..., tuple[Expr, ...]]
@@ -48,20 +48,25 @@ RULES: dict[str, Partials] = {
 
 def d_score(score: Expr, term: int = 0) -> Expr:
     """dS/dscore_term."""
+    return derivative(score, Score(term))
+
+
+def derivative(e: Expr, x: Score | Load) -> Expr:
+    """de/dx."""
     memo: dict[Expr, Expr] = {}
 
-    def walk(e: Expr) -> Expr:
-        if e not in memo:
-            memo[e] = _derivative(e, Score(term), walk)
-        return memo[e]
+    def walk(y: Expr) -> Expr:
+        if y not in memo:
+            memo[y] = _derivative(y, x, walk)
+        return memo[y]
 
-    return walk(score)
+    return walk(e)
 
 
-def _derivative(e: Expr, x: Score, walk: Callable[[Expr], Expr]) -> Expr:
+def _derivative(e: Expr, x: Score | Load, walk: Callable[[Expr], Expr]) -> Expr:
     match e:
-        case Score():
-            return ONE if e == x else ZERO
+        case _ if e == x:
+            return ONE
         case _ if x not in set(parts(e)) or kind(e) == "bool":
             return ZERO
         case Cast(y, dtype) if dtype_kind(dtype) == "float":
@@ -73,7 +78,7 @@ def _derivative(e: Expr, x: Score, walk: Callable[[Expr], Expr]) -> Expr:
             for partial, y in zip(RULES[op](e, *args), args, strict=True):
                 total = _sum(total, _product(partial, walk(y)))
             return total
-    raise KernelError(f"no backward kernel: {e} has no derivative by the score here")
+    raise KernelError(f"no backward kernel: {e} has no derivative by {x} here")
 
 
 def _sum(x: Expr, y: Expr) -> Expr:

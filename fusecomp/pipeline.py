@@ -24,7 +24,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from fusecomp.errors import CaptureError, FusecompError, VerificationError
 from fusecomp.graph.capture import capture, may_hold_attention, without_dead_code
 from fusecomp.graph.facts import Place, op_name, place, word
-from fusecomp.graph.learning import learns, mark, records
+from fusecomp.graph.learning import mark, records
 from fusecomp.patterns.attention import Declined, recognise
 from fusecomp.patterns.build import Match
 from fusecomp.patterns.dropout import put_back as unseed
@@ -103,7 +103,7 @@ def compile_match(module: GraphModule, match: Match, options: Options) -> Entry:
             taken = handed_over(match, sizes, options, base)
             if taken is not None:
                 return taken
-        lowered = lower(match, sizes, device_of(match), options, learned(match))
+        lowered = lower(match, sizes, device_of(match), options)
         if slow_to_train(match, sizes, lowered, options):
             return replace(base, status="declined", reason=f"{TRAINING}: {lowered.why_no_backward}", advice=ADVICE)
         base = described(base, lowered)
@@ -140,12 +140,6 @@ def device_of(match: Match) -> torch.device:
     return match.output.meta["val"].device  # type: ignore[no-any-return]
 
 
-def learned(match: Match) -> frozenset[str]:
-    """The operands whose gradient will be asked for."""
-    pairs = zip(match.region.operands, match.inputs, strict=True)
-    return frozenset(o.name for o, n in pairs if learns(n) and n.meta["val"].is_floating_point())
-
-
 def handed_over(match: Match, sizes: Mapping[str, int], options: Options, base: Entry) -> Entry | None:
     """The entry of plain attention that PyTorch's own fused kernel runs; None where it does not agree with eager."""
     lowered = Lowered("library", library.launch(match.region), "library")
@@ -169,7 +163,7 @@ def loses_gradient(match: Match) -> bool:
     region = match.region
     half = region.pv_dtype in ("float16", "bfloat16")
     adds = any(op_name(n) in ("add", "add_", "sub", "sub_", "baddbmm") for n in match.interior)
-    return half and adds and region.filled_score is not None and bool(learned(match))
+    return half and adds and region.filled_score is not None and bool(match.learned)
 
 
 TRAINING = "it is trained, and recomputing its gradient block by block is slower than eager's"
@@ -181,7 +175,7 @@ EAGER_SHARE = 0.25
 def slow_to_train(match: Match, sizes: Mapping[str, int], lowered: Lowered, options: Options) -> bool:
     """Whether training is better off with eager's gradient: on a GPU, without a backward kernel, if eager has room."""
     device = device_of(match)
-    trains = bool(learned(match)) and lowered.backward is None
+    trains = bool(match.learned) and lowered.backward is None
     if not trains or device.type != "cuda" or options.lowering != "auto":
         return False
     batch = math.prod(sizes[v.name.upper()] for v in match.region.batch)

@@ -9,7 +9,7 @@ import torch
 from torch.fx import Node
 
 from fusecomp.graph.facts import dtype, op_name, place, shape, storage, written_arguments
-from fusecomp.graph.learning import cut, records
+from fusecomp.graph.learning import cut, learns, records
 from fusecomp.ir.algebra import ZERO, const
 from fusecomp.ir.expr import Const, Expr, Load, Reduce, Score, Var, parts, transform, variables
 from fusecomp.ir.region import Access, AttentionRegion, Operand, Product
@@ -41,6 +41,12 @@ class Match:
     """Every node whose value the region was read from, without inputs: what to run to get O from the inputs."""
     anchor: Node
     """The softmax or exponential that the candidate was found by."""
+
+    @property
+    def learned(self) -> frozenset[str]:
+        """The operands whose gradient will be asked for."""
+        pairs = zip(self.region.operands, self.inputs, strict=True)
+        return frozenset(o.name for o, n in pairs if learns(n) and n.meta["val"].is_floating_point())
 
 
 def build(lift: Lift, found: Found, anchor: Node, shared: Container[Node] = ()) -> Match:

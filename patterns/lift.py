@@ -10,7 +10,7 @@ a leaf: a tensor that is computed outside and read at its index.
 
 Time matters where a graph writes in place. A tensor is read by the operation that consumes it, not where it was made;
 `at` is the position of that reader. A value overwritten between its making and its reading is not lifted through. Nor
-is one at which gradients stop: the kernel would send them on.
+is one at which gradients stop: the kernel would send them on; nor one whose gradient would be a scatter.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx import Node
 
 from fusecomp.graph.facts import Facts, dtype, is_tensor, number, op_name, shape, storage, value, written_arguments
-from fusecomp.graph.learning import cut
+from fusecomp.graph.learning import cut, learns
 from fusecomp.ir.algebra import ZERO, apply, const
 from fusecomp.ir.expr import Const, Expr, Load, Reduce, Var, dtype_kind, parts, variables
 from fusecomp.patterns.contraction import Contraction, contraction
@@ -155,7 +155,8 @@ class Lift:
             lifted = apply_rule(self, node, index)
         finally:
             self.at = before
-        if lifted is None or self.stale(lifted, node) or (cut(node) and not self.holds_score(lifted)):
+        stops = lifted is not None and not self.holds_score(lifted) and (cut(node) or self.scatters(lifted))
+        if lifted is None or self.stale(lifted, node) or stops:
             self.visited.clear()
             return self.leaf(node, index)
         self.visited.add(node)
@@ -168,6 +169,12 @@ class Lift:
             return False
         read = [self.facts.names[x.tensor] for x in parts(e) if isinstance(x, Load)]
         return any(self.facts.written_between(x, self.facts.position[node] - 1, self.limit) for x in read)
+
+    def scatters(self, e: Expr) -> bool:
+        """Whether something that learns is read at the distance of query and key, or the like: its gradient is a
+        scatter over all pairs. The graph then looks it up as written, and knows the gradient of that."""
+        reads = [x for x in parts(e) if isinstance(x, Load) and learns(self.facts.names[x.tensor])]
+        return any("q_idx" in variables(i) and runs_over_keys(i) for x in reads for i in x.index)
 
     def product(self, node: Node, spec: Contraction, index: Index) -> Expr:
         """A contraction stands as a pseudo-load of its own result: the recogniser decides what it is."""

@@ -46,6 +46,12 @@ def _bias() -> AttentionRegion:
     return _attention(apply("add", times(score, 0.125), bias), loads=[((H, M, N), "bfloat16")])
 
 
+def _shared_bias() -> AttentionRegion:
+    """One head; all requests share the bias."""
+    s = apply("add", times(score, 0.125), load(0, q_idx, kv_idx, dtype="bfloat16"))
+    return _attention(s, batch=(b,), loads=[((M, N), "bfloat16")])
+
+
 def paged(dtype: str = "bfloat16", page: int = 16, group: int = 4, d: int = 128) -> AttentionRegion:
     """K and V in a pool [P, page, Hkv, D], found through table[b, n // page]; keys up to lengths[b]."""
     x, y = Var("d", Const(d)), Var("dv", Const(d))
@@ -97,10 +103,13 @@ GOLDEN: dict[str, tuple[AttentionRegion, TilePlan]] = {
 }
 
 
-BACKWARD: dict[str, tuple[AttentionRegion, BackwardPlan]] = {
-    "causal_gqa_backward": (r := _attention(times(score, 0.125), causal, **grouped(3)), backward_plan(r)),
-    "dropout_backward": (r := dropout(_attention(times(score, 0.125), causal), 0.1), backward_plan(r)),
+NOTHING: frozenset[str] = frozenset()
+BACKWARD: dict[str, tuple[AttentionRegion, BackwardPlan, frozenset[str]]] = {
+    "causal_gqa_backward": (r := _attention(times(score, 0.125), causal, **grouped(3)), backward_plan(r), NOTHING),
+    "dropout_backward": (r := dropout(_attention(times(score, 0.125), causal), 0.1), backward_plan(r), NOTHING),
+    "bias_backward": (r := _shared_bias(), backward_plan(r), frozenset({"load0"})),
 }
+"""What learns beside Q, K and V comes last."""
 
 
 def text(name: str) -> str:

@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 from golden_kernels import BACKWARD, paged
-from kernels import TOLERANCE, Interpreter, poisoned, tiles
+from gradients import SIZES, agree, inputs_of, qkv, small
+from kernels import Interpreter, tiles
 from regions import (
     B,
     H,
@@ -37,65 +38,17 @@ from torch import Tensor
 from variants import by_name
 
 from fusecomp.codegen.backward import emit_backward
-from fusecomp.codegen.backward_frame import GradientFrame
-from fusecomp.codegen.backward_launcher import learned
 from fusecomp.codegen.compiled import cross_compile
 from fusecomp.codegen.derivative import d_score
 from fusecomp.codegen.emit import emit
-from fusecomp.codegen.logsumexp import saved
 from fusecomp.errors import KernelError
 from fusecomp.ir.algebra import apply
 from fusecomp.ir.expr import Const, Expr
-from fusecomp.ir.reference import bind, evaluate, masked_logits, product_scores
+from fusecomp.ir.reference import bind, masked_logits, product_scores
 from fusecomp.ir.region import Access, AttentionRegion
-from fusecomp.planning.backward import BackwardPlan, backward_plan
+from fusecomp.planning.backward import backward_plan
 
-SIZES = {"B": 2, "H": 3, "M": 23, "N": 37}
 SOFT = times(apply("tanh", apply("div", scaled_score, Const(2.0))), 2.0)
-
-
-def qkv(
-    d: int, dv: int = 0, m: int = 23, n: int = 37, heads: int = 3, kv: int = 0, dtype: str = "float32"
-) -> list[Tensor]:
-    shapes = [(2, heads, m, d), (2, kv or heads, n, d), (2, kv or heads, n, dv or d)]
-    return [normal(*shape, dtype=getattr(torch, dtype)) for shape in shapes]
-
-
-def small(region: AttentionRegion, block_m: int = 16, block_n: int = 32) -> BackwardPlan:
-    return BackwardPlan(tiles(region, block_m, block_n), tiles(region, block_m, block_n))
-
-
-def agree(
-    interpreter: Interpreter,
-    region: AttentionRegion,
-    args: list[Tensor] | tuple[Tensor, ...],
-    sizes: dict[str, int],
-    plan: BackwardPlan | None = None,
-    wanted: tuple[str, ...] | None = None,
-) -> None:
-    """Hold dQ, dK and dV against autograd of the dense meaning of the region, in float64."""
-    names = learned(GradientFrame(region, tiles(region)))
-    asked = names if wanted is None else wanted
-    places = [i for i, o in enumerate(region.operands) if o.name in asked]
-    leaves = [x.detach().clone().requires_grad_(i in places) for i, x in enumerate(args)]
-    out = evaluate(region, leaves, sizes)
-    grad_out = normal(*out.shape, dtype=getattr(torch, region.out_dtype))
-    expected = torch.autograd.grad(out, [leaves[i] for i in places], grad_out.double())
-
-    lengths = [sizes[name] for name in region.sizes]
-    batch = [sizes[str(v.size)] if str(v.size) in sizes else int(str(v.size)) for v in (*region.batch, region.q_idx)]
-    lse = torch.full([*batch, *saved(region)], 123.0)
-    held = torch.empty(out.shape, dtype=grad_out.dtype)
-    inputs = [poisoned(x) for x in args]
-    got, *_, lse = interpreter.launch(emit(region, tiles(region), saves_lse=True), held, inputs, lengths, lse)
-
-    grads = [torch.full_like(x, float("nan")) if i in places else None for i, x in enumerate(args)]
-    source = emit_backward(region, plan or small(region))
-    found, *_ = interpreter.launch(source, grads, got, poisoned(grad_out), lse, inputs, lengths)
-    dtypes = (region.out_dtype, region.pv_dtype, *(p.dtype for p in region.products))
-    tolerance = 3 * max(TOLERANCE[t] for t in dtypes)
-    for place, want in zip(places, expected, strict=True):
-        torch.testing.assert_close(found[place].double(), want.double(), rtol=tolerance, atol=tolerance)
 
 
 def bool_masked() -> AttentionRegion:
@@ -125,14 +78,6 @@ REGIONS: dict[str, AttentionRegion] = {
     "sigmoid": attention(apply("mul", scaled_score, apply("sigmoid", scaled_score)), causal),
     "blhd": blhd(),
 }  # fmt: skip
-
-
-def inputs_of(region: AttentionRegion, sizes: dict[str, int]) -> list[Tensor]:
-    made = []
-    for o in region.operands:
-        shape = [sizes.get(str(e), 0) or int(str(e)) for e in o.shape]
-        made.append(normal(*shape) > -0.5 if o.dtype == "bool" else normal(*shape, dtype=getattr(torch, o.dtype)))
-    return made
 
 
 @pytest.mark.parametrize("name", REGIONS)

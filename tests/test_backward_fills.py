@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
+from gradients import SIZES, agree, qkv, small
 from kernels import Interpreter, tiles
 from regions import M, N, attention, kv_idx, load, q_idx, scaled_score
-from test_backward_codegen import SIZES, agree, qkv, small
 from test_codegen import normal
 
 from fusecomp.codegen.backward import emit_backward

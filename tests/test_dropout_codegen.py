@@ -13,10 +13,11 @@ import pytest
 import torch
 import triton
 from golden_kernels import BACKWARD, GOLDEN
+from gradients import SIZES, inputs_of, small
+from gradients import agree as gradients_agree
 from kernels import Interpreter, agree, tiles
 from regions import H, attention, causal, dropout, grouped, h, kv_idx, load, q_idx, scaled_score
-from test_backward_codegen import REGIONS, SIZES, inputs_of, small
-from test_backward_codegen import agree as gradients_agree
+from test_backward_codegen import REGIONS
 from test_codegen import qkv
 from test_visits import KEEP, by_table, keeps
 from torch import Tensor

@@ -9,6 +9,9 @@ the queries that see them.
     D <= 256           64 x 64,  8 warps        32 x 64,  8 warps      2 stages
     more, or float32   32 x 32,  4 warps        32 x 32,  4 warps      2 stages
     with dropout       at most x 64             at most 32 x
+    with a bias        64 x 64,  8 warps        64 x 64,  8 warps      and so its own gradient, 1 stage
+
+A bias, or whatever else S reads for each query and key, has a tile of its own in registers.
 """
 
 from __future__ import annotations
@@ -18,6 +21,7 @@ from dataclasses import dataclass, replace
 from itertools import product
 
 from fusecomp.ir.algebra import draws
+from fusecomp.ir.expr import Expr, Load, parts, variables
 from fusecomp.ir.region import AttentionRegion, extent
 from fusecomp.planning.chunks import chunks
 from fusecomp.planning.tile import TilePlan
@@ -61,6 +65,9 @@ def backward_plan(region: AttentionRegion, smem: int = 232_448, device: str = ""
         queries, keys = _Tile(128, 64, 8, 3), _Tile(64, 128, 8, 2)
     else:
         queries, keys = _Tile(64, 128, 4, 3), _Tile(64, 128, 8, 3)
+    if any(pairs(x, region) for x in parts(region.score)) and size <= 256 and elt == 2:
+        rows = 64 if size <= 128 else 32
+        queries, keys = replace(queries, block_m=rows, block_n=64, warps=8), replace(keys, block_n=64)
     if draws(region.weight):  # what a tile keeps takes registers
         queries, keys = replace(queries, block_n=min(64, queries.block_n)), replace(keys, block_m=min(32, keys.block_m))
     fit = [_fitting(t, moves, wide, smem) for t, moves in ((queries, "keys"), (keys, "queries"))]
@@ -81,6 +88,16 @@ def candidates(region: AttentionRegion, moves: str, smem: int = 232_448, device:
         if fits and (warps == 4 or block_m * block_n >= 64 * 32):
             name = "query_gradient" if moves == "keys" else "key_gradients"
             yield _plan(region, _Tile(block_m, block_n, warps, stages), name, device)
+
+
+def pairs(e: Expr, region: AttentionRegion) -> bool:
+    """Whether `e` is read for each query and key."""
+    return isinstance(e, Load) and {region.q_idx.name, region.kv_idx.name} <= variables(e)
+
+
+def pair_plan(keys: TilePlan) -> TilePlan:
+    """Of a kernel that has a tile of queries and keys: nothing is fetched ahead."""
+    return replace(keys, stages=1)
 
 
 def _fitting(t: _Tile, moves: str, wide: int, smem: int) -> _Tile:

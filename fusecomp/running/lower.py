@@ -45,7 +45,7 @@ class Lowered:
     plan: TilePlan | None = None
     source: KernelSource | None = None
     backward: Gradients | None = None
-    """What writes the gradients of Q, K and V; None where they are recomputed."""
+    """What writes the gradients; None where they are recomputed."""
     backward_source: KernelSource | None = None
     why_no_backward: str = ""
 
@@ -56,14 +56,8 @@ class Lowered:
         return "\n".join(sources) or self.lowering
 
 
-def lower(
-    match: Match,
-    sizes: Mapping[str, int],
-    device: torch.device,
-    options: Options,
-    learned: frozenset[str] = frozenset(),
-) -> Lowered:
-    """What runs the region of `match`. `learned` names the operands that gradients will be asked of."""
+def lower(match: Match, sizes: Mapping[str, int], device: torch.device, options: Options) -> Lowered:
+    """What runs the region of `match`."""
     region = match.region
     if on_cpu(device, options):
         tiles = None
@@ -74,11 +68,11 @@ def lower(
     if options.tune > 1 and device.type == "cuda" and not options.batch_invariant:
         run = trial(match, sizes, device)
         tiles = tuned(region, sizes, options.tune, run, machine(device), described(match, tiles))
-    if not learned:
+    if not match.learned:
         source, launch = generate(masked(match) if tiles.visits == "table" else match, tiles)
         return Lowered(key_of(source), launch, "triton", source.plan, source)
     try:
-        return for_training(match, tiles, learned)
+        return for_training(match, tiles)
     except KernelError as error:
         source, launch = generate(match, tiles)
         return Lowered(key_of(source), launch, "triton", source.plan, source, why_no_backward=str(error))
@@ -113,14 +107,12 @@ def on_cpu(device: torch.device, options: Options) -> bool:
     return device.type == "cpu" and not triton_interprets()
 
 
-def for_training(match: Match, tiles: TilePlan, learned: frozenset[str]) -> Lowered:
+def for_training(match: Match, tiles: TilePlan) -> Lowered:
     """A forward kernel that saves the log-sum-exp, and its backward. Raises KernelError where there is none."""
     region = match.region
-    others = learned - products_of(region)
-    if others:
-        raise KernelError(f"no backward kernel: {', '.join(sorted(others))} learn too, beside Q, K and V")
     source, launch = generate(match, tiles, saves_lse=True)
-    backward = emit_backward(region, backward_plan(region, current().smem_bytes, current().name))
+    others = match.learned - products_of(region)
+    backward = emit_backward(region, backward_plan(region, current().smem_bytes, current().name), others)
     module = load(backward, cache.directory("kernels"))
     return Lowered(f"{key_of(source)}-{key_of(backward)[-8:]}", launch, "triton", source.plan, source,
                    module.launch, backward)  # fmt: skip

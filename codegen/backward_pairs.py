@@ -1,0 +1,115 @@
+"""The gradient of a tensor of every query and key: a program has one tile of it. (frame, leaf) -> lines.
+
+    dx[h, q_idx, kv_idx] = sum over b of  g[b, h, q_idx, kv_idx]
+
+The axes that the tensor does not have are walked inside the program, or by several programs in equal parts, which the
+host then adds up: nothing is added atomically, and the result is the same every time.
+"""
+
+from __future__ import annotations
+
+from fusecomp.codegen.address import Address, address, at_tile, sum_text
+from fusecomp.codegen.backward_frame import GradientFrame, Leaf
+from fusecomp.codegen.backward_keys import axis_size, outer
+from fusecomp.codegen.backward_queries import edge_tests, score_gradient
+from fusecomp.codegen.backward_tile import leaf_gradient, rounded, scaled_by
+from fusecomp.codegen.memory import row_base
+from fusecomp.codegen.printer import triton_text
+from fusecomp.codegen.tile import places
+from fusecomp.ir.expr import Const, Expr, Var, variables
+from fusecomp.ir.region import AttentionRegion
+
+Lines = list[str]
+
+
+def kept_axes(region: AttentionRegion, leaf: Leaf) -> tuple[Var, ...]:
+    """The batch axes that a leaf varies with."""
+    return tuple(v for v in region.batch if v.name in variables(leaf.load))
+
+
+def walked_axes(region: AttentionRegion, leaf: Leaf) -> tuple[Var, ...]:
+    """The batch axes that its gradient is summed over."""
+    return tuple(v for v in region.batch if v.name not in variables(leaf.load))
+
+
+def whole(region: AttentionRegion, leaf: Leaf) -> bool:
+    """Whether each element of the tensor is read at one place of the leaf's axes: an axis of it in each dimension."""
+    shape = region.operand(leaf.load.tensor).shape
+    pairs = list(zip(leaf.load.index, shape, strict=True))
+    own = [e for e, size in pairs if isinstance(e, Var) and e.size == size]
+    rest = [e for e, size in pairs if e == Const(0) and size == Const(1)]
+    return len(own) + len(rest) == len(pairs) and len(set(own)) == len(own)
+
+
+def direct(frame: GradientFrame, leaf: Leaf) -> bool:
+    """Whether a kernel writes the gradient itself: nothing is left to be added up."""
+    alone = sum(x.load.tensor == leaf.load.tensor for x in frame.leaves) == 1
+    every = frame.along(leaf) == "pairs" and not walked_axes(frame.region, leaf)
+    return alone and every and whole(frame.region, leaf)
+
+
+def program(frame: GradientFrame, leaf: Leaf) -> Lines:
+    """program = (unit * q_tiles + query tile) * k_tiles + key tile; unit = split * kept + (b * H + h)."""
+    m, n = (triton_text(v.size, frame.names) for v in (frame.q_idx, frame.kv_idx))
+    lines, left = [], "unit"
+    for v in reversed(kept_axes(frame.region, leaf)):
+        lines += [f"{v.name} = {left} % {axis_size(frame, v)}"]
+        left = f"{left} // {axis_size(frame, v)}"
+    return [
+        "program = tl.program_id(0)",
+        f"q_tiles = tl.cdiv({m}, BLOCK_M)",
+        f"k_tiles = tl.cdiv({n}, BLOCK_N)",
+        "k_first = program % k_tiles * BLOCK_N",
+        "q_start = program // k_tiles % q_tiles * BLOCK_M",
+        "unit = tl.cast(program // (k_tiles * q_tiles), tl.int64)",
+        *lines,
+        f"split = {left}",
+    ]
+
+
+def members(frame: GradientFrame, leaf: Leaf) -> str:
+    """How many heads, of all requests, read the same tile."""
+    return " * ".join(axis_size(frame, v) for v in walked_axes(frame.region, leaf))
+
+
+def member(frame: GradientFrame, leaf: Leaf) -> Lines:
+    """The axes that are walked, from the number of the member."""
+    walked, lines, left = walked_axes(frame.region, leaf), [], "tl.cast(member, tl.int64)"
+    for place, v in reversed(list(enumerate(walked))):
+        extent = axis_size(frame, v)
+        lines.append(f"{v.name} = {left} % {extent}" if place else f"{v.name} = {left}")
+        left = f"{left} // {extent}"
+    return [*lines, f"outer = {outer(frame)}"]
+
+
+def begin(frame: GradientFrame) -> str:
+    """The tile's own keys, or none of them: a tile that the mask hides whole is not visited."""
+    return "tl.maximum(k_first, k_begin)" if frame.k_begin == "k_begin" else "k_first"
+
+
+def end(frame: GradientFrame) -> str:
+    return f"tl.minimum(k_first + BLOCK_N, {frame.k_end})"
+
+
+def tile(frame: GradientFrame, leaf: Leaf) -> Lines:
+    """sum += g."""
+    body = [*score_gradient(frame, edge_tests(frame), edge=True), f"{leaf.name}_sum += {leaf_gradient(frame, leaf)}"]
+    return [*places(frame, "\n".join(body)), *body]
+
+
+def store(frame: GradientFrame, leaf: Leaf) -> Lines:
+    """dx, or this program's part of it, which lies in [split, kept axes, M, N]."""
+    m, n = (triton_text(v.size, frame.names) for v in (frame.q_idx, frame.kv_idx))
+    live = f"(row < {m} - q_start) & (n[None, :] < {n} - k_first)"
+    value = scaled_by(f"{leaf.name}_sum", leaf.factor)
+    if not direct(frame, leaf):
+        at = f"(unit * {m} + q_start + q_row) * {n} + k_first + n[None, :]"
+        return [f"tl.store({leaf.name}_sums_ptr + {at}, {value}, mask={live})"]
+    name = f"grad_{leaf.load.tensor}"
+    found = address(name, leaf.load.index, frame.moving, frozenset({frame.q_idx.name, frame.kv_idx.name}))
+    starts: dict[Expr, Expr] = {frame.kv_idx: Var("k_first", frame.kv_idx.size)}
+    base = row_base(frame, Address(found.base, at_tile(found.start, starts), {}, {}))
+    inside = frame.names.having({frame.q_idx: "q_row", frame.kv_idx: "n[None, :]"})
+    value = rounded(f"({value})" if " " in value else value, leaf.load.dtype)
+    pointer = " + ".join([f"{name}_ptr", *base, sum_text(found.offsets, inside, wide=False)])
+    return [f"tl.store({pointer}, {value}, mask={live})"]
