@@ -48,6 +48,45 @@ def test_a100_of_the_chapter() -> None:
     assert a100.sms * a100.smem_per_sm == pytest.approx(18e6, rel=0.1)
 
 
+PER_CLOCK = {"sm_80": 2048, "sm_86": 512, "sm_89": 1024, "sm_90": 4096, "sm_100": 8192, "gfx942": 2048}
+"""Dense half-precision FLOP of a multiprocessor in one clock, with float32 sums. GeForce has half of sm_89's."""
+LIMITS = {
+    "sm_80": (163, 164, 2048, 65536),
+    "sm_86": (99, 100, 1536, 65536),
+    "sm_89": (99, 100, 1536, 65536),
+    "sm_90": (227, 228, 2048, 65536),
+    "sm_100": (227, 228, 2048, 65536),
+    "gfx942": (64, 64, 2048, 131072),
+}
+"""KB of shared memory of a program and of a multiprocessor, threads and registers of a multiprocessor."""
+
+
+@pytest.mark.parametrize("name", sorted(set(DEVICES) - {"h200"}))
+def test_matrix_rates_follow_from_units_and_clock(name: str) -> None:
+    d = DEVICES[name]
+    rate = d.sms * PER_CLOCK[d.arch] * d.clock / (2 if name == "rtx-4090" else 1)
+    assert d.matmul_rate("bfloat16") == d.matmul_rate("float16") == pytest.approx(rate, rel=0.03)
+    assert d.matmul_rate("float32", "tf32") == pytest.approx(rate / 2, rel=0.03)
+
+
+def test_the_h200_is_as_measured_and_below_its_data_sheet() -> None:
+    h200, h100 = DEVICES["h200"], DEVICES["h100-sxm"]
+    assert 0.75 < h200.flops_half / h100.flops_half < 1
+    assert 0.85 < h200.hbm_rate / 4.8e12 < 1
+    assert (h200.sms, h200.arch, h200.l2_bytes) == (h100.sms, h100.arch, h100.l2_bytes)
+
+
+@pytest.mark.parametrize("name", sorted(DEVICES))
+def test_limits_are_those_of_the_architecture(name: str) -> None:
+    d = DEVICES[name]
+    smem, per_sm, threads, registers = LIMITS[d.arch]
+    assert (d.smem_bytes, d.smem_per_sm) == (smem * 1024, per_sm * 1024)
+    assert (d.threads_per_sm, d.registers_per_sm) == (threads, registers)
+    assert d.warp * d.registers_per_thread < registers
+    assert d.l2_bytes < d.memory_bytes
+    assert d.hbm_rate < d.l2_rate < d.smem_rate
+
+
 @pytest.mark.parametrize("name", sorted(DEVICES))
 def test_peak_fp32_follows_from_units_and_clock(name: str) -> None:
     """2 * FMA units * clock is the data sheet's float32 rate, to the rounding of clocks."""
@@ -113,7 +152,17 @@ def test_a_file_adds_a_device(tmp_path: Path) -> None:
         ('like = "h200"\nclock = "fast"', "key 'clock' must be a positive number"),
         ('like = "h200"\nname = 3', "key 'name' must be a text"),
         ('name = "x"\nsms = 3', "key 'arch' is missing"),
-        ('like = "nothing"', "unknown device 'nothing'"),
+        ('like = "nothing"', "key 'like': unknown device 'nothing'"),
+        ('like = "h20"', "did you mean h200"),
+        ('like = "d.toml"', "key 'like' must name a device of the table"),
+        ("like = 3", "key 'like' must name a device of the table"),
+        ('lik = "h200"', "unknown key 'lik'; did you mean 'like'"),
+        ('like = "h200"\narch = "hopper"', "key 'arch' must be as"),
+        ('like = "h200"\nsmem_bytes = 300_000', "key 'smem_bytes', 300000, exceeds 'smem_per_sm', 233472"),
+        ('like = "h200"\nclock = inf', "key 'clock' must be a positive number, in bytes, hertz"),
+        ('like = "h200"\nclock = 1e-9', "key 'clock' must be a positive number, in bytes, hertz"),
+        ('like = "h200"\nclock = nan', "key 'clock' must be a positive number"),
+        ('like = "h200"\n[sms]\nmany = 3', "key 'sms' must be a positive whole number"),
         ("sms = ", "cannot read device file"),
     ],
 )

@@ -22,6 +22,9 @@ import torch
 
 from fusecomp.errors import DeviceError
 
+LARGEST = 1e18
+"""No figure of a device is larger, in any of its units."""
+
 
 @dataclass(frozen=True)
 class Device:
@@ -102,7 +105,7 @@ def find(name: str) -> Device:
     """The device called `name`, in any case and with or without its maker; or a TOML file."""
     from fusecomp.planning.devices import ALIASES, DEVICES
 
-    if name.endswith(".toml"):
+    if name.lower().endswith(".toml"):
         return from_toml(name)
     key = _plain(name)
     key = ALIASES.get(key, key)
@@ -179,7 +182,7 @@ def from_toml(path: str | Path) -> Device:
         held = tomllib.loads(Path(path).read_text())
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         raise DeviceError(f"cannot read device file {path}: {error}") from error
-    base = find(str(held.pop("like"))) if "like" in held else None
+    base = _base(held.pop("like"), path) if "like" in held else None
     keys = {f.name: str(f.type) for f in fields(Device)}
     for key, value in held.items():
         held[key] = _checked(key, value, keys, path)
@@ -188,21 +191,44 @@ def from_toml(path: str | Path) -> Device:
         raise DeviceError(
             f'{path}: key {missing[0]!r} is missing (missing in all: {", ".join(missing)}); or say like = "h200"'
         )
-    return replace(base, **held) if base else Device(**held)
+    return _possible(replace(base, **held) if base else Device(**held), path)
+
+
+def _base(like: object, path: str | Path) -> Device:
+    """The device of the table that a file builds on."""
+    if not isinstance(like, str) or like.lower().endswith(".toml"):
+        raise DeviceError(f"{path}: key 'like' must name a device of the table, such as \"h200\", not {like!r}")
+    try:
+        return find(like)
+    except DeviceError as error:
+        raise DeviceError(f"{path}: key 'like': {error}") from error
+
+
+def _possible(device: Device, path: str | Path) -> Device:
+    """The device, unless its figures contradict each other."""
+    if not re.fullmatch(r"sm_\d+|gfx\w+", device.arch):
+        raise DeviceError(f"{path}: key 'arch' must be as \"sm_90\" or \"gfx942\", not {device.arch!r}")
+    if device.smem_bytes > device.smem_per_sm:
+        raise DeviceError(
+            f"{path}: key 'smem_bytes', {device.smem_bytes}, exceeds 'smem_per_sm', {device.smem_per_sm}: "
+            "one program cannot use more than its multiprocessor has"
+        )
+    return device
 
 
 def _checked(key: str, value: object, keys: dict[str, str], path: str | Path) -> object:
     """`value` as the field's type, or an error that names the key."""
     if key not in keys:
-        near = difflib.get_close_matches(key, keys, 1)
+        near = difflib.get_close_matches(key, [*keys, "like"], 1)
         raise DeviceError(f"{path}: unknown key {key!r}" + (f"; did you mean {near[0]!r}?" if near else ""))
     if keys[key] == "str":
         if isinstance(value, str) and value:
             return value
         raise DeviceError(f"{path}: key {key!r} must be a text, not {value!r}")
     whole = keys[key] == "int"
+    kind = f"a positive {'whole number' if whole else 'number'}"
     if isinstance(value, bool) or not isinstance(value, int if whole else int | float) or not value > 0:
-        raise DeviceError(
-            f"{path}: key {key!r} must be a positive {'whole number' if whole else 'number'}, not {value!r}"
-        )
+        raise DeviceError(f"{path}: key {key!r} must be {kind}, not {value!r}")
+    if not (1 if key != "launch" else 0) <= value <= LARGEST:
+        raise DeviceError(f"{path}: key {key!r} must be {kind}, in bytes, hertz, FLOP/s or B/s, not {value:g}")
     return value if whole else float(value)

@@ -1,9 +1,10 @@
-"""The table of devices. Figures are the vendors' own unless a row says measured.
+"""The table of devices. Figures are the vendors' own unless a row says measured; `tests/test_device.py` works the rates
+out again from units and clocks.
 
-Sources: NVIDIA A100, A10, L4, L40S, H100, H200 and HGX B200 data sheets; the GA102, AD102, GA100 and GH100 architecture
-white papers (multiprocessors, clocks, special-function and FMA units, L2); AMD's MI300X data sheet and CDNA 3 white
-paper; the AWS G5 page for the A10G. Shared memory and registers: CUDA C++ Programming Guide, table "Technical
-Specifications per Compute Capability". All matrix rates are dense, with float32 sums; clocks are boost clocks.
+Matrix rates are dense, with float32 sums: where a data sheet quotes sparsity, half of its figure. The clock is the one
+that the half-precision rate assumes; the float32 rates of H100 and B200 are quoted at a boost clock 7 or 8 % higher.
+Multiprocessor limits: CUDA Programming Guide, "Technical Specifications per Compute Capability"; special functions and
+FMA a clock: its table of arithmetic throughput (16, and 64 or 128 results).
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ TERA = 1e12
 AMPERE = {"smem_bytes": 163 * KB, "smem_per_sm": 164 * KB, "threads_per_sm": 2048, "fma_per_clock": 64}
 CONSUMER = {"smem_bytes": 99 * KB, "smem_per_sm": 100 * KB, "threads_per_sm": 1536, "fma_per_clock": 128}
 HOPPER = {"smem_bytes": 227 * KB, "smem_per_sm": 228 * KB, "threads_per_sm": 2048, "fma_per_clock": 128}
-"""Compute capability 8.0; 8.6 and 8.9; 9.0 and 10.0."""
+"""Compute capability 8.0; 8.6 and 8.9; 9.0 and 10.0. Of the shared memory, 1 KB a program is the driver's."""
 
 
 def _nvidia(
@@ -39,6 +40,8 @@ def _nvidia(
     )  # fmt: skip
 
 
+# MI300X data sheet: 304 units, 2.1 GHz, rates, 5.3 TB/s. CDNA 3 white paper: 64 KB of LDS, 512 KB of registers a unit,
+# 4 MB of L2 on each of 8 dies; the 256 MB behind them are not counted.
 MI300X = Device(
     name="mi300x", arch="gfx942", sms=304, smem_bytes=64 * KB, smem_per_sm=64 * KB, registers_per_sm=131072,
     registers_per_thread=512, threads_per_sm=2048, warp=64, flops_half=1307.4 * TERA, flops_tf32=653.7 * TERA,
@@ -50,18 +53,25 @@ DEVICES: dict[str, Device] = {
     d.name: d
     for d in (
         #       name         arch     SMs   half    tf32   fp32    GHz   TB/s  L2 MB GB
+        # A100 data sheet (SXM), GA100 white paper
         _nvidia("a100-40", "sm_80", 108, (312, 156, 19.5), 1.41, 1.555, 40, 40, AMPERE),
         _nvidia("a100-80", "sm_80", 108, (312, 156, 19.5), 1.41, 2.039, 40, 80, AMPERE),
+        # On AWS alone (G5: 24 GB, 600 GB/s): GA102 with 80 multiprocessors, FP32 sums at half rate as on GeForce
         _nvidia("a10g", "sm_86", 80, (70, 35, 35), 1.71, 0.600, 6, 24, CONSUMER),
+        # GA102 white paper, appendix A: 71 TFLOP/s with FP32 sums
         _nvidia("rtx-3090", "sm_86", 82, (71, 35.6, 35.6), 1.695, 0.936, 6, 24, CONSUMER),
+        # L4 and L40S data sheets; AD102 white paper for L2 and clocks
         _nvidia("l4", "sm_89", 58, (121, 60, 30.3), 2.04, 0.300, 48, 24, CONSUMER),
         _nvidia("l40s", "sm_89", 142, (362, 183, 91.6), 2.52, 0.864, 96, 48, CONSUMER),
+        # AD102 white paper, appendix A: 165.2 TFLOP/s with FP32 sums
         _nvidia("rtx-4090", "sm_89", 128, (165.2, 82.6, 82.6), 2.52, 1.008, 72, 24, CONSUMER),
-        _nvidia("h100-pcie", "sm_90", 114, (756, 378, 51), 1.755, 2.0, 50, 80, HOPPER),
+        # H100 data sheet and GH100 white paper: tensor cores at 1620 MHz (PCIe), 1830 MHz (SXM)
+        _nvidia("h100-pcie", "sm_90", 114, (756, 378, 51), 1.620, 2.0, 50, 80, HOPPER),
         _nvidia("h100-sxm", "sm_90", 132, (989, 495, 67), 1.83, 3.35, 50, 80, HOPPER),
         # Measured: 786 TFLOP/s, reads at 4.46 TB/s (bench/records/ceilings_h200.json); data sheet: 989, 4.8
         _nvidia("h200", "sm_90", 132, (786, 393, 53), 1.755, 4.4, 50, 141, HOPPER),
-        _nvidia("b200", "sm_100", 148, (2250, 1125, 75), 1.965, 8.0, 126, 180, HOPPER),
+        # HGX B200 data sheet, an eighth of the board; multiprocessors and L2 as the driver reports them
+        _nvidia("b200", "sm_100", 148, (2250, 1125, 75), 1.856, 8.0, 126, 180, HOPPER),
         MI300X,
     )
 }
