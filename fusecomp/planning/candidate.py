@@ -80,6 +80,7 @@ def _of_region(known: Facts) -> dict[str, float]:
         "D": known.wide,
         "DV": known.wide_v,
         "CHUNK": max(max(known.dv_chunks), *(max(c) for c in known.d_chunks)),
+        "KV_TILES": sum(map(len, known.d_chunks)) + len(known.dv_chunks),
         "WIDTH": known.width,
         "Q_ROW": known.q_row,
         "K_ROW": known.k_row,
@@ -90,6 +91,7 @@ def _of_region(known: Facts) -> dict[str, float]:
         "TEST": known.test_fma,
         "DRAWS": known.draws,
         "LOAD": known.load_width,
+        "LOOKED_UP": known.looked_up,
         "PASSES": known.passes,
     }
 

@@ -56,6 +56,8 @@ class Facts:
     """Query heads of one key head."""
     packs: bool
     """Whether the heads of a group may share a tile: K and V are read at h // group, or without h."""
+    looked_up: int
+    """Reads of K and V at places that are loaded for each key: numbers of pages."""
     describable: bool
     """Whether the products take K and V as they are held: in 16 bits, in rows of whole 16 bytes."""
     reach: Reach
@@ -102,6 +104,7 @@ def facts(region: AttentionRegion) -> Facts:
         passes=_eager_passes(region),
         group=region.q_per_kv(),
         packs=region.q_per_kv() > 1 and _only_through_group(region),
+        looked_up=sum(_looked_up(a, region) for a in (*(p.k for p in products), region.v)),
         describable=_describable(region),
         reach=reach(region.keep, region.q_idx.name, region.kv_idx.name),
     )
@@ -117,6 +120,11 @@ def _describable(region: AttentionRegion) -> bool:
         region.operand(a.operand).dtype == dtype and WIDTH.get(dtype) == 2 and 2 * extent(d) % 16 == 0
         for a, dtype, d in held
     )
+
+
+def _looked_up(a: Access, region: AttentionRegion) -> bool:
+    loads = (x for e in a.index for x in parts(e) if isinstance(x, Load))
+    return any(region.kv_idx.name in variables(x) for x in loads)
 
 
 def _on_pairs(e: Expr, region: AttentionRegion) -> bool:

@@ -1,4 +1,10 @@
-"""Shared memory and registers of one program, as Triton allocates them: equations, and what decides in them."""
+"""Shared memory and registers of one program, as Triton allocates them: equations, and what decides in them.
+
+Shared memory holds what is alive at once. Triton keeps tiles that a loop loads ahead (its pipeliner: one buffer a
+stage, one less where they go through registers), tiles that a product reads from there, what threads exchange when a
+tensor changes its layout, and packs them without loss but for alignment. The kernels of a backward pass have
+`backward_resources`; `tests/compiled_resources.py` holds both against the compiler.
+"""
 
 from __future__ import annotations
 
@@ -23,24 +29,45 @@ ALLOCATED = {
 }
 """Fitted on generated kernels compiled for sm_90."""
 
-TCGEN05_BARRIERS = 1056
-"""B that a kernel with tcgen05 takes for its barriers and for the address of its tensor memory, at most."""
-
 REG_BASE, REG_MASK, REG_SPLIT, REG_SUM, REG_PAIR, REG_PAIR_DESCRIBED, REG_DOT, REG_DRAW, REG_VECTOR = symbols(
     "REG_BASE REG_MASK REG_SPLIT REG_SUM REG_PAIR REG_PAIR_DESCRIBED REG_DOT REG_DRAW REG_VECTOR"
 )
 (SMEM_RESERVED,) = symbols("SMEM_RESERVED,")
 
-# Shared memory of one program, B, as Triton allocates it: loads that feed wgmma or tcgen05 keep one buffer a stage,
-# loads that go through registers (mma.sync, biases) one less; Q lies there for wgmma and passes through for mma.sync,
-# as P may, and a byte of each pair that a dropout decides.
+# Tiles, B
+pairs = BLOCK_M * BLOCK_N
 q_tile = WIDTH * BLOCK_M * D
-kv_tile = WIDTH * BLOCK_N * (D + DV)
-p_tile = WIDTH * BLOCK_M * BLOCK_N
+k_tile, v_tile = WIDTH * BLOCK_N * D, WIDTH * BLOCK_N * DV
+kv_tile = k_tile + v_tile
+p_tile = WIDTH * pairs
+
+# Threads exchange a tensor in as many parts as both layouts keep apart in a thread's own registers. A tile whose rows
+# a thread loads 16 B at a time goes over in parts of 16 B a thread (`vector`); what is read at each pair, 32 elements a
+# thread; float32 scores to the layout of what is read there, in PARTS.
+vector = 16 * threads
+loaded = Min(LOAD * pairs, 32 * LOAD * threads)
+scored = Min(1, LOAD) * 4 * pairs / PARTS
+drawn = DRAWS * pairs * (1 - TCGEN05) * (1 - DOT)  # a byte a pair: kept or dropped, from the generator's layout
+# P passes to the warps that need it: where they share the columns of a tile, or threads multiply by themselves; beside
+# it a number a row, of each warp or for all of them. On its way to tensor memory it may change threads.
+shared = CROSSES * (p_tile + 4 * BLOCK_M * (DOT + MMA_SYNC * Max(0, WIDTH / 2 - 1) * WARPS))
+
+# Loads that feed wgmma or tcgen05 keep one buffer a stage, loads that go through registers (mma.sync, biases, numbers
+# of pages) one less. Tiles that the mask cuts are a loop of their own, in which a bias is not loaded ahead: mma.sync
+# takes scores to where the bias is.
 buffers = STAGES - 1 + WGMMA
-pipelined = 1024 * DESC + q_tile + buffers * kv_tile + (STAGES - 1) * LOAD * BLOCK_M * BLOCK_N + SCRATCH * p_tile
-unpipelined = q_tile + WIDTH * BLOCK_N * CHUNK + p_tile * Max(SCRATCH, Min(1, LOAD), Min(1, Max(0, WIDTH - 2)))
-smem = sympy.Piecewise((unpipelined, STAGES < 2), (pipelined, True)) + BARRIERS + DRAWS * BLOCK_M * BLOCK_N
+ahead = Max((STAGES - 1) * LOAD * pairs + Max(shared, drawn), MMA_SYNC * scored)
+pipelined = q_tile + buffers * (kv_tile + 4 * LOOKED_UP * BLOCK_N) + ahead
+# Without a pipeline, K is gone when V comes
+alone = Max((1 - BYTES) * (1 - DOT) * loaded, (MMA_SYNC * BYTES + DOT) * scored)
+unpipelined = q_tile + Max(k_tile, v_tile + Max(shared, REGROUPED * Min(p_tile, vector)), drawn, alone)
+# The result leaves in rows, when the rest is gone: float32 where shares of the keys are combined afterwards
+result = (WIDTH + SPLIT * (4 - WIDTH)) * BLOCK_M * CHUNK / Max(1, SPLIT * BLOCK_M / (16 * WARPS))
+# Blocks that descriptors fill and operands of tcgen05 begin at multiples of 1 KB. What lies in between fits there, but
+# for barriers, where two groups of warps meet there too: 16 B a product, 8 B for each tile and stage copied by itself.
+barriers = KV_TILES * (16 + DESC * 8 * (STAGES + 1)) * Min(1, STAGES - 1)
+aligned = Max(DESC, TCGEN05) * 1024 + TCGEN05 * barriers * (WARPS / 4 - 1)
+smem = Max(sympy.Piecewise((unpipelined, STAGES < 2), (pipelined, True)), result) + aligned
 
 # 32-bit registers of one thread: the float32 accumulator, the score and its probability, the operands of a product that
 # no matrix instruction does, an address for each 16 bytes loaded, the rest
@@ -48,7 +75,7 @@ accumulator = BLOCK_M * DV / threads
 scores = BLOCK_M * BLOCK_N / threads
 turned = WGMMA * Min(1, Max(0, WIDTH - 2))  # wgmma wants float32 V turned: it comes 4 bytes at a time
 vectors = (1 - DESC) * WIDTH * BLOCK_N * (D + DV * (1 + 3 * turned)) / (16 * threads)
-operand = (1 - WGMMA) * (1 - DOT) * WIDTH * 16 * BLOCK_N / (4 * WARP)  # mma.sync holds 16 rows of K or V itself
+operand = MMA_SYNC * WIDTH * 16 * BLOCK_N / (4 * WARP)  # mma.sync holds 16 rows of K or V itself
 registers = (
     REG_SUM * accumulator
     + (REG_PAIR + DESC * REG_PAIR_DESCRIBED + turned + DOT * REG_DOT * Min(D, 64)) * scores
@@ -66,19 +93,35 @@ def compiler(tile: Tile, known: Facts, device: Device) -> dict[str, float]:
     """What the compiler makes of a tile: which matrix instruction, and what passes through shared memory.
 
     wgmma (sm_90) takes four warps x 16 rows and reads both operands of Q K^T from shared memory, 64 rows at a time;
-    tcgen05 (sm_100) 128 rows; mma.sync has each warp read K and V for its own rows.
+    tcgen05 (sm_100) 128 rows; mma.sync has each warp read K and V for its own rows, or, where the tile has fewer rows
+    than the last product columns, for its own columns and all rows.
     """
-    tensor = known.dtype != "float32" or known.precision == "tf32"
-    direct = tensor and device.capability >= 90 and tile.block_m >= 64
-    native = {90: 64, 100: 128}.get(device.capability, 64)
-    per_warp = max(16, tile.block_m // tile.warps)
-    rows, values = tile.block_m / tile.warps, max(known.dv_chunks)
-    wide = values >= (64 if rows < 16 else 128 if rows == 16 else 256)
-    crosses = tile.block_m == 16 or (wide and len(known.dv_chunks) == 1)
+    unit = instruction(known, device, tile.block_m, tile.warps)
+    native = {"wgmma": 64, "tcgen05": 64 if device.capability != 100 else 128}
     return {
-        "WGMMA": int(direct),
-        "DOT": int(not tensor),
-        "BARRIERS": TCGEN05_BARRIERS if device.capability >= 100 else 0,
-        "MMA_ROWS": native if direct else per_warp,
-        "SCRATCH": int(not direct and (crosses or not tensor)),
+        "WGMMA": int(unit in native),
+        "TCGEN05": int(unit == "tcgen05"),
+        "MMA_SYNC": int(unit == "mma.sync"),
+        "DOT": int(unit == "fma"),
+        "MMA_ROWS": native.get(unit, max(16, tile.block_m // tile.warps)),
+        "CROSSES": int(unit == "fma" or (unit == "mma.sync" and tile.block_m < known.dv_chunks[-1])),
+        "REGROUPED": int(unit == "tcgen05" and (known.load_width == 1 or (tile.warps > 4 and tile.block_m > 64))),
+        "BYTES": int(known.load_width == 1),
+        "PARTS": _parts(tile, known.load_width),
     }
+
+
+def instruction(known: Facts, device: Device, rows: int, warps: int) -> str:
+    """What multiplies tiles of `rows` rows: "wgmma", "tcgen05", "mma.sync", or "fma" for IEEE float32."""
+    if known.dtype == "float32" and known.precision != "tf32":
+        return "fma"
+    direct = {9: "wgmma", 10: "tcgen05"}.get(device.capability // 10)
+    return direct if direct and rows >= 64 and warps >= 4 else "mma.sync"
+
+
+def _parts(tile: Tile, width: int) -> int:
+    """In how many parts float32 scores go from the layout of a product to that of loads of `width` bytes a pair."""
+    own = tile.block_m * tile.block_n // (32 * tile.warps)  # a thread's
+    together = min(16 // max(1, width), own)  # columns that a thread loads at once
+    apart = own >= 8 and 2 * together < tile.block_n
+    return (2 if apart else 1) * (2 if apart and width == 1 and own >= 16 and tile.block_n >= 64 else 1)

@@ -26,8 +26,12 @@ def symbols(names: str) -> list[Any]:
 # The tile and the schedule
 BLOCK_M, BLOCK_N, WARPS, STAGES, PACK = symbols("BLOCK_M BLOCK_N WARPS STAGES PACK")
 # The region: D and DV as Triton holds them, WIDTH in bytes; bytes of a row of Q, K, V, O; work and bytes of a pair
-D, DV, CHUNK, WIDTH, Q_ROW, K_ROW, V_ROW, O_ROW = symbols("D DV CHUNK WIDTH Q_ROW K_ROW V_ROW O_ROW")
-FMA, SFU, TEST, DRAWS, LOAD, LOAD_UNIQUE, PASSES = symbols("FMA SFU TEST DRAWS LOAD LOAD_UNIQUE PASSES")
+D, DV, CHUNK, KV_TILES, WIDTH, Q_ROW, K_ROW, V_ROW, O_ROW = symbols(
+    "D DV CHUNK KV_TILES WIDTH Q_ROW K_ROW V_ROW O_ROW"
+)
+FMA, SFU, TEST, DRAWS, LOAD, LOAD_UNIQUE, LOOKED_UP, PASSES = symbols(
+    "FMA SFU TEST DRAWS LOAD LOAD_UNIQUE LOOKED_UP PASSES"
+)
 # The launch: heads over the batch, lengths, tiles visited and tested by one head, keys reached by any query
 HEADS, KV_HEADS, M, N, TILES, TESTED, REACHED = symbols("HEADS KV_HEADS M N TILES TESTED REACHED")
 # The device
@@ -36,8 +40,8 @@ MMA_RATE, SFU_RATE, FMA_RATE, SMEM_RATE, L2_RATE, HBM_RATE, L2, LAUNCH = symbols
     "MMA SFUS FMAS SMEM L2RATE HBM L2 LAUNCH"
 )
 # Choices that the compiler makes from the above: 1 or 0
-SPLIT, WGMMA, SCRATCH, DOT, BARRIERS, MMA_ROWS, MMA_SHARE, DESC = symbols(
-    "SPLIT WGMMA SCRATCH DOT BARRIERS MMA_ROWS MMA_SHARE DESC"
+SPLIT, WGMMA, TCGEN05, MMA_SYNC, DOT, CROSSES, REGROUPED, BYTES, PARTS, MMA_ROWS, MMA_SHARE, DESC = symbols(
+    "SPLIT WGMMA TCGEN05 MMA_SYNC DOT CROSSES REGROUPED BYTES PARTS MMA_ROWS MMA_SHARE DESC"
 )
 
 threads = WARPS * WARP

@@ -1,0 +1,180 @@
+"""Shared memory of the two kernels of a backward pass, as Triton allocates it: equations, by what multiplies.
+
+A program keeps two tiles of its own rows (`fixed`) and walks the others (`moving`), two tiles at a time: `first` enters
+the product that gives scores, `second` the one that gives dP. Each enters another product too:
+
+    dQ       fixed Q, dO   first K, second V           dQ = dS K
+    dK, dV   fixed K, V    first Q, second dO          dV = P^T dO, dK = dS^T Q
+
+Symbols as in `resources`; dS takes the place of P.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+from typing import Any
+
+import sympy
+from sympy import Piecewise
+
+from fusecomp.planning.device import Device
+from fusecomp.planning.facts import Facts
+from fusecomp.planning.resources import instruction
+from fusecomp.planning.symbols import *
+from fusecomp.planning.tile import Tile
+
+FIXED, MOVING, D_FIRST, D_LAST, DV_FIRST, DV_LAST, D_EARLY, DV_EARLY, TURNED = symbols(
+    "FIXED MOVING D_FIRST D_LAST DV_FIRST DV_LAST D_EARLY DV_EARLY TURNED"
+)
+"""Rows that stay and rows that come; the first and the last chunk of D and Dv; columns that tcgen05 takes a
+product earlier, each time; 1 where operands are float32, which the tensor cores do not take turned."""
+
+pairs = FIXED * MOVING
+fixed = WIDTH * FIXED * (D + DV)
+first, second = WIDTH * MOVING * D, WIDTH * MOVING * DV
+shared = CROSSES * WIDTH * pairs
+drawing = Min(1, DRAWS)
+drawn = drawing * pairs  # a byte a pair: kept or dropped
+vector = 16 * threads
+# dQ's walk goes along the rows of a bias: 16 B a thread. The other's goes across them: an element a thread, copied
+# ahead (cp.async) if it has 4 B; narrower ones go through registers.
+rows_ahead = (STAGES - 1) * LOAD * pairs
+columns_ahead = Piecewise((rows_ahead, LOAD >= 4), (0, True))
+loaded = Min(LOAD * pairs, 32 * LOAD * threads)
+narrow = Piecewise((0, LOAD >= 4), (loaded, True))
+statistics = (STAGES - 1) * 4 * MOVING * (2 + Min(1, LOAD))  # log-sum-exp, in two parts beside a bias, and delta
+bytes_ = Max(drawing, BYTES)  # where P is made with what has a byte a pair, mma.sync takes four of its rows at once
+
+
+def across(columns: Any) -> Any:
+    """B that threads exchange where one chunk of columns of a tile that lies in rows is multiplied along its rows."""
+    return Min(WIDTH * MOVING * columns, Max(8 * (1 + bytes_) * WIDTH * columns, vector * (1 + 3 * TURNED)))
+
+
+def along(columns: Any) -> Any:
+    """The same where it is multiplied along its columns; warps that share columns hold eight rows each."""
+    return Min(WIDTH * MOVING * columns, Max(vector, 8 * WIDTH * columns * (1 + CROSSES * (WARPS - 1))))
+
+
+# What moves, by the instruction: "fma" as loaded, once for both products; "mma.sync" through registers, K of dQ again in
+# the layout of its other product; "wgmma" and "tcgen05" from where it was loaded. tcgen05's products run behind each
+# other, so that what two of them read is kept one tile longer. Float32 is written a second time, turned.
+first_across = Max(first - WIDTH * MOVING * (D - D_FIRST) + across(D_FIRST), first + across(D_LAST))
+second_along = Max(second - WIDTH * MOVING * (DV - DV_FIRST) + along(DV_FIRST), second + along(DV_LAST))
+QUERIES: dict[str, tuple[Any, Any]] = {
+    "fma": (
+        first + Max(second, shared),
+        (STAGES - 1) * (first + second) + shared,
+    ),
+    "mma.sync": (
+        Max(first_across, shared, along(DV_LAST), loaded, drawn),
+        (STAGES - 1) * second + Max(first_across, shared, drawn),
+    ),
+    "wgmma": (
+        first + Max(second, drawn, loaded),
+        STAGES * (first + second) + drawn,
+    ),
+    "tcgen05": (
+        first + Max(second, loaded),
+        STAGES * second
+        + Piecewise((2 * first, TURNED > 0), ((STAGES + 1) * first + WIDTH * MOVING * D_EARLY, True))
+        + Piecewise((BYTES * pairs, pairs <= 8 * threads), (0, True)),
+    ),
+}
+"""Of dQ: (without a pipeline, with one)."""
+KEYS: dict[str, tuple[Any, Any]] = {
+    "fma": (
+        first + second + shared,
+        (STAGES - 1) * (first + second) + shared,
+    ),
+    "mma.sync": (
+        first + Max(second_along + TURNED * (1 - drawing) * shared, second + shared, loaded, drawn),
+        Piecewise(
+            (first + second_along + (1 - drawing) * shared, TURNED > 0),
+            ((STAGES - 1) * (first + second) + Max(shared, drawn, narrow), True),
+        ),
+    ),
+    "wgmma": (
+        first + Max(second + TURNED * Max(first, second), drawn, loaded),
+        Piecewise(
+            (first + second + Max(first, second), TURNED > 0),
+            (STAGES * (first + second) + Max(drawn, narrow), True),
+        ),
+    ),
+    "tcgen05": (
+        first + Max(second + TURNED * Max(first, second), drawn, loaded),
+        Piecewise(
+            (3 * (first + second), TURNED > 0),
+            (
+                (STAGES + 1) * (first + second)
+                + WIDTH * MOVING * (D_EARLY + DV_EARLY)
+                + Max(drawn, Min(2 * vector, narrow)),
+                True,
+            ),
+        ),
+    ),
+}
+"""Of dK and dV."""
+
+
+def smem(kernel: str, tile: Tile, known: Facts, device: Device) -> int:
+    """B of shared memory of one program of `kernel`, "query_gradient" or "key_gradients", at most."""
+    values = _values(kernel, tile, known, device)
+    unit = instruction(known, device, int(values["FIXED"]), tile.warps)
+    page = _page(kernel, unit)
+    return int(page(values))
+
+
+class _Page:
+    """One equation, compiled."""
+
+    def __init__(self, equation: Any) -> None:
+        self.symbols = sorted(equation.free_symbols, key=str)
+        self._run = sympy.lambdify(self.symbols, equation, modules="math", cse=True)
+
+    def __call__(self, values: Mapping[str, float]) -> float:
+        return float(self._run(*(values[str(s)] for s in self.symbols)))
+
+
+@lru_cache(maxsize=8)
+def _page(kernel: str, unit: str) -> _Page:
+    of_queries = kernel == "query_gradient"
+    plain, piped = (QUERIES if of_queries else KEYS)[unit]
+    rows = ceiling(statistics / 1024) * 1024 if unit == "wgmma" else statistics  # a tile that wgmma reads may follow
+    ahead = rows_ahead if of_queries else columns_ahead + rows
+    moving = Piecewise((plain, STAGES < 2), (piped + ahead, True))
+    return _Page(fixed + moving + 1024 * int(unit == "tcgen05"))
+
+
+def _values(kernel: str, tile: Tile, known: Facts, device: Device) -> dict[str, float]:
+    sides = (tile.block_m, tile.block_n)
+    rows, moving = sides if kernel == "query_gradient" else sides[::-1]
+    unit = instruction(known, device, rows, tile.warps)
+    d = [c for product in known.d_chunks for c in product]
+    return {
+        "FIXED": rows,
+        "MOVING": moving,
+        "WARPS": tile.warps,
+        "STAGES": tile.stages,
+        "WARP": 32,
+        "D": known.wide,
+        "DV": known.wide_v,
+        "D_FIRST": d[0],
+        "D_LAST": d[-1],
+        "DV_FIRST": known.dv_chunks[0],
+        "DV_LAST": known.dv_chunks[-1],
+        "D_EARLY": _early(d),
+        "DV_EARLY": _early(known.dv_chunks),
+        "WIDTH": known.width,
+        "LOAD": known.load_width,
+        "BYTES": int(known.load_width == 1),
+        "DRAWS": known.draws if unit != "fma" else 0,
+        "CROSSES": int(unit == "fma" or (unit == "mma.sync" and rows < d[-1])),
+        "TURNED": int(unit != "fma" and known.width > 2),
+    }
+
+
+def _early(chunks: Sequence[int]) -> int:
+    """Columns whose product runs before another of the same kind, once for each that follows."""
+    return sum(c * (len(chunks) - 1 - i) for i, c in enumerate(chunks))
