@@ -47,6 +47,7 @@ from fusecomp.ir.expr import Const, Expr
 from fusecomp.ir.reference import bind, masked_logits, product_scores
 from fusecomp.ir.region import Access, AttentionRegion
 from fusecomp.planning.backward import backward_plan
+from fusecomp.planning.device import find
 
 SOFT = times(apply("tanh", apply("div", scaled_score, Const(2.0))), 2.0)
 
@@ -203,7 +204,7 @@ def test_no_kernel_where_it_would_not_be_exact() -> None:
 @pytest.mark.parametrize("d", [64, 128, 256])
 def test_plans_fit(d: int) -> None:
     region = attention(scaled_score, d=d, dtype="bfloat16")
-    plan = backward_plan(region, smem=101_376)
+    plan = backward_plan(region, find("l4"))
     assert plan.queries.block_n >= 16
     assert plan.keys.block_m >= 16
 

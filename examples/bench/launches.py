@@ -35,9 +35,8 @@ GRADIENTS = ("queries", "keys")
 def plans(case: Case) -> list[TilePlan]:
     """Every tile of a case, those first that the planner likes best."""
     if case.kind in GRADIENTS:
-        device = current()
         moves = "keys" if case.kind == "queries" else "queries"
-        return list(backward.candidates(case.region, moves, device.smem_bytes, device.name))
+        return list(backward.candidates(case.region, moves, current()))
     first = replace(plan(case.region, case.sizes), cost=None, rejected=())
     tiles = [row.tile for row in rows(case.region, case.sizes) if "needs" not in row.reason]
     if case.kind == "decode":

@@ -20,11 +20,15 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import product
 
+from fusecomp.errors import PlanError
 from fusecomp.ir.algebra import draws
 from fusecomp.ir.expr import Expr, Load, parts, variables
 from fusecomp.ir.region import AttentionRegion, extent
+from fusecomp.planning.backward_resources import smem
 from fusecomp.planning.chunks import chunks
-from fusecomp.planning.tile import TilePlan
+from fusecomp.planning.device import Device, find
+from fusecomp.planning.facts import facts
+from fusecomp.planning.tile import Tile, TilePlan
 
 BYTES = {"float32": 4}
 """Of one element of an operand; 2 where it is not named here."""
@@ -44,50 +48,40 @@ class BackwardPlan:
     """Of dK and dV: block_n keys a program, block_m queries at a time."""
 
 
-@dataclass(frozen=True)
-class _Tile:
-    block_m: int
-    block_n: int
-    warps: int
-    stages: int
-
-
-def backward_plan(region: AttentionRegion, smem: int = 232_448, device: str = "") -> BackwardPlan:
-    """The tiles for one region, where a program may use `smem` bytes of shared memory."""
+def backward_plan(region: AttentionRegion, device: Device | None = None) -> BackwardPlan:
+    """The tiles for one region on `device`, an H200 unless one is named. Raises PlanError where nothing fits."""
     size = max(sum(sum(chunks(extent(p.d))) for p in region.products), sum(chunks(extent(region.dv))))
     elt = max(BYTES.get(t, 2) for t in (region.pv_dtype, *(p.dtype for p in region.products)))
-    wide = size * elt
     if size > 256 or elt > 2:
-        queries, keys = _Tile(32, 32, 4, 2), _Tile(32, 32, 4, 2)
+        queries, keys = Tile(32, 32, 4, 2), Tile(32, 32, 4, 2)
     elif size > 128:
-        queries, keys = _Tile(64, 64, 8, 2), _Tile(32, 64, 8, 2)
+        queries, keys = Tile(64, 64, 8, 2), Tile(32, 64, 8, 2)
     elif size > 64:
-        queries, keys = _Tile(128, 64, 8, 3), _Tile(64, 128, 8, 2)
+        queries, keys = Tile(128, 64, 8, 3), Tile(64, 128, 8, 2)
     else:
-        queries, keys = _Tile(64, 128, 4, 3), _Tile(64, 128, 8, 3)
+        queries, keys = Tile(64, 128, 4, 3), Tile(64, 128, 8, 3)
     if any(pairs(x, region) for x in parts(region.score)) and size <= 256 and elt == 2:
         rows = 64 if size <= 128 else 32
         queries, keys = replace(queries, block_m=rows, block_n=64, warps=8), replace(keys, block_n=64)
     if draws(region.weight):  # what a tile keeps takes registers
         queries, keys = replace(queries, block_n=min(64, queries.block_n)), replace(keys, block_m=min(32, keys.block_m))
-    fit = [_fitting(t, moves, wide, smem) for t, moves in ((queries, "keys"), (keys, "queries"))]
-    made = [_plan(region, t, name, device) for t, name in zip(fit, ("query_gradient", "key_gradients"), strict=True)]
-    return BackwardPlan(*made)
+    first = {"query_gradient": queries, "key_gradients": keys}
+    fit = {kernel: _fitting(region, kernel, t, device or find("h200")) for kernel, t in first.items()}
+    return BackwardPlan(*(_plan(region, t, kernel, device) for kernel, t in fit.items()))
 
 
-def candidates(region: AttentionRegion, moves: str, smem: int = 232_448, device: str = "") -> Iterator[TilePlan]:
-    """Every tile worth trying of dQ (`moves` "keys") or of dK and dV ("queries"): what its sums and the fixed side of
-    its operands take is there, and eight warps have work."""
-    d = sum(sum(chunks(extent(p.d))) for p in region.products)
-    dv = sum(chunks(extent(region.dv)))
-    elt = max(BYTES.get(t, 2) for t in (region.pv_dtype, *(p.dtype for p in region.products)))
+def candidates(region: AttentionRegion, moves: str, device: Device) -> Iterator[TilePlan]:
+    """Every tile worth trying of dQ (`moves` "keys") or of dK and dV ("queries"): what its sums and its operands take
+    is there, and eight warps have work."""
+    known = facts(region)
+    kernel = "query_gradient" if moves == "keys" else "key_gradients"
     for block_m, block_n, warps, stages in product(SIDES, SIDES, (4, 8), (1, 2, 3)):
-        fixed, sums = (block_m, d) if moves == "keys" else (block_n, d + dv)
+        tile = Tile(block_m, block_n, warps, stages)
+        fixed, sums = (block_m, known.wide) if moves == "keys" else (block_n, known.wide + known.wide_v)
         registers = (fixed * sums + 3 * block_m * block_n) / (32 * warps)
-        fits = registers <= REGISTERS and elt * (d + dv) * (block_m + block_n) <= smem
+        fits = registers <= REGISTERS and smem(kernel, tile, known, device) <= device.smem_bytes
         if fits and (warps == 4 or block_m * block_n >= 64 * 32):
-            name = "query_gradient" if moves == "keys" else "key_gradients"
-            yield _plan(region, _Tile(block_m, block_n, warps, stages), name, device)
+            yield _plan(region, tile, kernel, device)
 
 
 def pairs(e: Expr, region: AttentionRegion) -> bool:
@@ -100,25 +94,22 @@ def pair_plan(keys: TilePlan) -> TilePlan:
     return replace(keys, stages=1)
 
 
-def _fitting(t: _Tile, moves: str, wide: int, smem: int) -> _Tile:
-    """Fewer stages, then half the tile that moves, until two operands of both sides and the products fit."""
-    while _shared(t, moves, wide) > smem:
+def _fitting(region: AttentionRegion, kernel: str, t: Tile, device: Device) -> Tile:
+    """Fewer stages, then half the tile, until what lies in shared memory fits."""
+    known = facts(region)
+    while (needed := smem(kernel, t, known, device)) > device.smem_bytes:
         if t.stages > 1:
-            t = _Tile(t.block_m, t.block_n, t.warps, t.stages - 1)
+            t = replace(t, stages=t.stages - 1)
         elif max(t.block_m, t.block_n) > 16:
-            t = _Tile(max(16, t.block_m // 2), max(16, t.block_n // 2), t.warps, 2)
+            t = replace(t, block_m=max(16, t.block_m // 2), block_n=max(16, t.block_n // 2), stages=2)
         else:
-            return t
+            smallest = f"the smallest tile of {kernel}, {t.block_m}x{t.block_n} in {t.stages} stage, needs {needed} B"
+            raise PlanError(f"nothing fits in {device.smem_bytes} B of shared memory: {smallest}")
     return t
 
 
-def _shared(t: _Tile, moves: str, wide: int) -> int:
-    """Bytes of shared memory: both operands of the fixed side once, of the moving side once a stage, and P, dS."""
-    fixed, moving = (t.block_m, t.block_n) if moves == "keys" else (t.block_n, t.block_m)
-    return 2 * wide * (fixed + t.stages * moving) + 4 * t.block_m * t.block_n
-
-
-def _plan(region: AttentionRegion, t: _Tile, skeleton: str, device: str) -> TilePlan:
-    d = tuple(chunks(extent(p.d)) for p in region.products)
-    dv = chunks(extent(region.dv))
-    return TilePlan(skeleton, t.block_m, t.block_n, d, dv, warps=t.warps, stages=t.stages, device=device)
+def _plan(region: AttentionRegion, t: Tile, skeleton: str, device: Device | None) -> TilePlan:
+    known, name = facts(region), device.name if device else ""
+    return TilePlan(
+        skeleton, t.block_m, t.block_n, known.d_chunks, known.dv_chunks, warps=t.warps, stages=t.stages, device=name
+    )

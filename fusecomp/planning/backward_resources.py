@@ -57,8 +57,8 @@ def along(columns: Any) -> Any:
     return Min(WIDTH * MOVING * columns, Max(vector, 8 * WIDTH * columns * (1 + CROSSES * (WARPS - 1))))
 
 
-# What moves, by the instruction: "fma" as loaded, once for both products; "mma.sync" through registers, K of dQ again in
-# the layout of its other product; "wgmma" and "tcgen05" from where it was loaded. tcgen05's products run behind each
+# What moves, by the instruction: "fma" as loaded, once for both products; "mma.sync" through registers, K of dQ again
+# as its other product wants it; "wgmma" and "tcgen05" from where it was loaded. tcgen05's products run behind each
 # other, so that what two of them read is kept one tile longer. Float32 is written a second time, turned.
 first_across = Max(first - WIDTH * MOVING * (D - D_FIRST) + across(D_FIRST), first + across(D_LAST))
 second_along = Max(second - WIDTH * MOVING * (DV - DV_FIRST) + along(DV_FIRST), second + along(DV_LAST))

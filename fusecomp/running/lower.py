@@ -73,7 +73,7 @@ def lower(match: Match, sizes: Mapping[str, int], device: torch.device, options:
         return Lowered(key_of(source), launch, "triton", source.plan, source)
     try:
         return for_training(match, tiles)
-    except KernelError as error:
+    except (KernelError, PlanError) as error:
         source, launch = generate(match, tiles)
         return Lowered(key_of(source), launch, "triton", source.plan, source, why_no_backward=str(error))
 
@@ -108,11 +108,11 @@ def on_cpu(device: torch.device, options: Options) -> bool:
 
 
 def for_training(match: Match, tiles: TilePlan) -> Lowered:
-    """A forward kernel that saves the log-sum-exp, and its backward. Raises KernelError where there is none."""
+    """A forward kernel that saves the log-sum-exp, and its backward. KernelError or PlanError where there is none."""
     region = match.region
     source, launch = generate(match, tiles, saves_lse=True)
     others = match.learned - products_of(region)
-    backward = emit_backward(region, backward_plan(region, current().smem_bytes, current().name), others)
+    backward = emit_backward(region, backward_plan(region, current()), others)
     module = load(backward, cache.directory("kernels"))
     return Lowered(f"{key_of(source)}-{key_of(backward)[-8:]}", launch, "triton", source.plan, source,
                    module.launch, backward)  # fmt: skip
