@@ -65,7 +65,7 @@ def explain(name: Name, arg: Args = None, option: Chosen = None, on: On = None, 
     if as_json:
         print(json.dumps(report.to_dict(), indent=2))
     else:
-        Console().print(report)
+        _print(report)
 
 
 @app.command()
@@ -104,7 +104,7 @@ def verify(name: Name, arg: Args = None, option: Chosen = None, on: On = None, a
     if as_json:
         print(json.dumps(report.to_dict(), indent=2))
     else:
-        Console().print(report)
+        _print(report)
     raise typer.Exit(1 if report.fallbacks else 0)
 
 
@@ -139,6 +139,15 @@ def _report(target: Target, options: dict[str, str]) -> Report:
     with _progress(f"compiling and verifying {target.name}"), torch.no_grad():
         report = explained(target.call, *target.args, options=options, **target.kwargs)
     return replace(report, title=target.name)
+
+
+def _print(report: Report) -> None:
+    """In colour on a terminal, else as text of one width."""
+    console = Console()
+    if console.is_terminal:
+        console.print(report)
+    else:
+        print(report)
 
 
 def _options(chosen: list[str] | None) -> dict[str, str]:

@@ -91,4 +91,7 @@ def _say(answer: Answer, as_json: bool) -> None:
         print(json.dumps(answer.to_dict(), indent=2, allow_nan=False))
         return
     console = Console(highlight=False)
-    console.print(answer) if console.is_terminal else print(answer)
+    if console.is_terminal:
+        console.print(answer)
+    else:
+        print(answer)

@@ -18,11 +18,16 @@ from rich.table import Table
 from rich.text import Text
 
 from fusecomp.ir.region import AttentionRegion, describe
+from fusecomp.planning.device import named
+from fusecomp.planning.ranking import Ranking, rank_plan
 from fusecomp.planning.tile import Cost, TilePlan
 from fusecomp.planning.units import seconds, size
+from fusecomp.tables import COLUMNS, considered
 
 WIDTH = 110
 """Columns of `str(report)`."""
+ROWS = 4
+"""Tiles that a report lists of each plan; `fusecomp show --until plan` lists more."""
 
 STYLES = {"fused": "bold green", "declined": "bold yellow", "fallback": "bold red"}
 LOWERINGS = {
@@ -82,6 +87,13 @@ class Entry:
         yield "kernel", self.kernel
         yield "runs as", LOWERINGS.get(self.lowering, self.lowering)
         yield "verdict", self.verdict
+
+    def tiles(self) -> Ranking | None:
+        """The tiles that the plan was chosen from, at this call's lengths; None where nothing was planned."""
+        device = named(self.plan.device) if self.plan is not None else None
+        if self.region is None or self.plan is None or device is None or not self.sizes:
+            return None
+        return rank_plan(self.region, self.sizes, device, self.plan)
 
     def to_dict(self) -> dict[str, Any]:
         """Everything but the live objects, in JSON's types."""
@@ -169,6 +181,8 @@ class Report:
             yield Text()
             yield _heading(group)
             yield Padding(_table(group[0].rows()), (0, 0, 0, 4))
+            if (tiles := group[0].tiles()) is not None and options.max_width >= COLUMNS:
+                yield Padding(considered(tiles, ROWS), (1, 0, 0, 4))
 
 
 def _heading(group: tuple[Entry, ...]) -> Text:

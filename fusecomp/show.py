@@ -14,16 +14,20 @@ import torch
 
 from fusecomp.ir.region import AttentionRegion
 from fusecomp.planning.device import Device, current, live
+from fusecomp.planning.ranking import rank_plan
 from fusecomp.planning.tile import TilePlan
 from fusecomp.planning.units import size
 from fusecomp.report import Report, cost_text, plan_text
 from fusecomp.settings import cache_dir, environment
+from fusecomp.tables import considered, printed
 from fusecomp.target import Target
 
 if TYPE_CHECKING:
     from fusecomp.codegen.source import KernelSource
 
 STAGES = ("graph", "region", "plan", "kernel", "ptx")
+ROWS = 12
+"""Tiles that are listed of a plan."""
 PACKAGES = ("fusecomp", "torch", "triton", "numpy", "sympy", "networkx", "transformers")
 
 
@@ -64,7 +68,7 @@ def _made(region: AttentionRegion, sizes: Mapping[str, int], until: str, device:
         return str(region)
     tiles = plan(region, sizes, device)
     if until == "plan":
-        return "\n".join(_plan(tiles, sizes))
+        return "\n".join(_plan(region, tiles, sizes, device))
     source = emit(region, tiles)
     if until == "kernel":
         return source.text
@@ -88,13 +92,13 @@ def _known(count: int | None) -> str:
     return "unknown" if count is None else str(count)
 
 
-def _plan(plan: TilePlan, sizes: Mapping[str, int]) -> Iterator[str]:
+def _plan(region: AttentionRegion, plan: TilePlan, sizes: Mapping[str, int], device: Device) -> Iterator[str]:
     yield f"on {plan.device}, {', '.join(f'{name} = {length}' for name, length in sizes.items())}"
     yield plan_text(plan)
     if plan.cost is not None:
         yield cost_text(plan.cost)
-    for r in plan.rejected:
-        yield f"    not {r.block_m} x {r.block_n}, {r.warps} warps, {r.stages} stages: {r.reason}"
+    if (ranking := rank_plan(region, sizes, device, plan)) is not None:
+        yield f"\n{printed(considered(ranking, ROWS))}"
 
 
 def facts() -> Iterator[tuple[str, str]]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import io
 from collections.abc import Iterable, Iterator, Sequence
 
-from rich.console import Console, RenderableType
+from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
@@ -40,6 +40,12 @@ def tile_table(ranking: Ranking, rows: int | None = None) -> Table:
     for line in shown:
         table.add_row(*_cells(line, shown), style=_style(line))
     return table
+
+
+def considered(ranking: Ranking, rows: int) -> RenderableType:
+    """The first tiles of a ranking, and how many more there are: what a report and `show` say of a plan."""
+    rest = left_out(ranking, rows)
+    return Group(tile_table(ranking, rows), *([Text(rest, "dim")] if rest else []))
 
 
 def left_out(ranking: Ranking, rows: int | None) -> str:

@@ -68,6 +68,32 @@ def test_the_block_of_a_fused_attention_holds_every_stage() -> None:
         assert part in text
 
 
+def test_the_tiles_of_a_plan_are_the_table_of_the_calculator() -> None:
+    """One function prints tiles, for a workload given by numbers and for a model's."""
+    from fusecomp.planning.device import find
+    from fusecomp.planning.plan import plan
+    from fusecomp.show import stage
+    from fusecomp.tables import printed, tile_table
+
+    sizes = {"B": 2, "H": 8, "M": 1500, "N": 1500}
+    planned = replace(FUSED, sizes=sizes, plan=plan(CAUSAL, sizes, find("a100")))
+    tiles = planned.tiles()
+    assert tiles is not None
+    assert tiles.taken.cost == planned.plan.cost  # type: ignore[union-attr]
+    assert len(tiles.lines) == len(planned.plan.rejected) + 1  # type: ignore[union-attr]
+    report = Report((planned,))
+    for rows, text in ((r.ROWS, str(report)), (12, "\n".join(stage(report, "plan", find("a100"))))):
+        for line in printed(tile_table(tiles, rows)).splitlines():
+            assert line in text
+    assert "taken: bound by" in text
+
+
+def test_a_plan_for_a_device_that_is_not_known_here_lists_no_tiles() -> None:
+    elsewhere = replace(FUSED, sizes={"B": 2, "H": 8, "M": 64, "N": 64})
+    assert elsewhere.tiles() is None
+    assert "Br x Bc warps" not in str(Report((elsewhere,)))
+
+
 def test_the_block_of_a_declined_one_holds_reason_line_and_advice() -> None:
     text = str(Report((DECLINED,)))
     for part in ("1 declined", "#0  declined  model.py:40", "s.cumsum(-1)", "cumsum mixes keys", "Move the cumsum"):

@@ -176,6 +176,14 @@ def current() -> Device:
     return live() or find("h200")
 
 
+def named(name: str) -> Device | None:
+    """The device that a plan was made for: the live GPU, or one of the table; None for any other."""
+    from fusecomp.planning.devices import DEVICES
+
+    gpu = live()
+    return gpu if gpu is not None and gpu.name == name else DEVICES.get(name)
+
+
 def from_toml(path: str | Path) -> Device:
     """A device from a file: `like = "h100-sxm"` and what differs, or every key of `Device`."""
     try:

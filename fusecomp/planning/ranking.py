@@ -9,7 +9,7 @@ from typing import Any
 from fusecomp.ir.region import AttentionRegion
 from fusecomp.planning.candidate import Launch
 from fusecomp.planning.device import Device
-from fusecomp.planning.plan import TIE, Row
+from fusecomp.planning.plan import TIE, Row, rows
 from fusecomp.planning.tile import Cost, Tile, TilePlan
 from fusecomp.planning.units import held
 
@@ -52,42 +52,34 @@ class Ranking:
 
 
 def rank(
-    region: AttentionRegion, sizes: Mapping[str, int], device: Device, rows: Sequence[Row], budget: int
+    region: AttentionRegion, sizes: Mapping[str, int], device: Device, ranked: Sequence[Row], budget: int
 ) -> Ranking:
-    """Rows of `plan.rows`, explained; `budget` in B of shared memory."""
-    kind = rows[0].skeleton
+    """Rows of `plan.rows`, the first of which is taken, explained; `budget` in B of shared memory."""
+    kind = ranked[0].skeleton
     launch = Launch(region, sizes, device, kind == "decode")
-    best = launch.quantities(rows[0].tile)
-    lines = [_line(row, launch, best, budget) for row in rows]
-    return Ranking("decode" if kind == "decode" else "forward", tuple(lines), int(best["splits"]))
+    best = launch.quantities(ranked[0].tile)
+    taken = Line(ranked[0].tile, ranked[0].cost, True, True, f"taken: bound by {ranked[0].cost.bound}")
+    lines = [_loser(row, launch, best, budget) for row in ranked[1:]]
+    return Ranking("decode" if kind == "decode" else "forward", (taken, *lines), int(best["splits"]))
 
 
 def rank_plan(region: AttentionRegion, sizes: Mapping[str, int], device: Device, plan: TilePlan) -> Ranking | None:
-    """The ranking behind a plan, at the lengths of one call; None where the plan considered nothing else.
+    """The ranking behind a plan, at the lengths of one call; None where other kernels would be planned for those.
 
-    The plan was chosen at those lengths rounded up, so that here another tile may be a little faster."""
-    from fusecomp.planning.plan import _cost
-
-    if not plan.rejected:
+    A plan is chosen at those lengths rounded up, or timed, so that another tile may be a little faster here."""
+    describable = "descriptor" in {plan.loads, *(r.loads for r in plan.rejected)}
+    ranked = rows(region, sizes, device, describable=describable)
+    if plan.cost is None or ranked[0].skeleton != plan.skeleton:
         return None
-    launch = Launch(region, sizes, device, plan.skeleton == "decode")
     own = Tile(plan.block_m, plan.block_n, plan.warps, plan.stages, plan.pack, plan.loads)
-    others = [Tile(r.block_m, r.block_n, r.warps, r.stages, plan.pack, r.loads) for r in plan.rejected]
-    reasons = ["", *(r.reason for r in plan.rejected)]
-    rows = [Row(t, plan.skeleton, _cost(launch.quantities(t)), r) for t, r in zip([own, *others], reasons, strict=True)]
-    ranked = [rows[0], *sorted(rows[1:], key=lambda r: (r.reason.startswith("needs"), r.cost.seconds))]
-    return rank(region, sizes, device, ranked, device.smem_bytes)
+    taken = next((row for row in ranked if row.tile == own), Row(own, plan.skeleton, plan.cost, ""))
+    return rank(region, sizes, device, [taken, *(row for row in ranked if row.tile != own)], device.smem_bytes)
 
 
-def _line(row: Row, launch: Launch, best: Mapping[str, float], budget: int) -> Line:
-    taken, refused = not row.reason, row.reason.startswith("needs")
-    if taken:
-        why = f"taken: bound by {row.cost.bound}"
-    elif refused:
-        why = _too_large(row.cost, launch.device, budget)
-    else:
-        why = _slower(launch.quantities(row.tile), best)
-    return Line(row.tile, row.cost, taken, not refused, why)
+def _loser(row: Row, launch: Launch, best: Mapping[str, float], budget: int) -> Line:
+    fits = not row.reason.startswith("needs")
+    why = _slower(launch.quantities(row.tile), best) if fits else _too_large(row.cost, launch.device, budget)
+    return Line(row.tile, row.cost, False, fits, why)
 
 
 def _too_large(cost: Cost, device: Device, budget: int) -> str:
