@@ -20,7 +20,7 @@ from rich.text import Text
 from fusecomp.errors import OptionError
 from fusecomp.planning.device import Device, current, find
 from fusecomp.planning.plan import DECODE_KEYS, DECODE_ROWS, rows
-from fusecomp.planning.ranking import Line, Ranking, rank
+from fusecomp.planning.ranking import Line, Ranking, rank, rank_backward
 from fusecomp.planning.textbook import CacheUse, KVCache, Traffic
 from fusecomp.planning.units import element, held, number_of_bytes, number_of_elements, size
 from fusecomp.planning.workload import Workload
@@ -48,6 +48,7 @@ def tiles(
     budget: int | str | None = None,
     page_size: int | None = None,
     decode: bool = False,
+    backward: bool = False,
 ) -> Tiles:
     """Rank Br x Bc, warps and stages for attention of given sizes, and say why each loser lost.
 
@@ -55,22 +56,27 @@ def tiles(
     `device`: a name such as "h200" or "a100-40", a .toml file, a Device; None is the GPU, or the H200 without one.
     `budget`: shared memory that one program may use, in B or as "100KB" (K = 1024); at most the device's. `decode`: one
     query (or `m`) a request, its keys split over programs. `page_size`: K and V lie in pages of so many tokens.
+    `backward`: also the kernels of the gradients, dQ and dK with dV.
 
     PlanError where nothing fits or sizes make no attention, DeviceError for an unknown device, OptionError for a
-    budget that is none.
+    budget that is none or options that exclude each other.
     """
     if decode and (m or 1) > DECODE_ROWS:
         raise OptionError(f"a decode step has at most {DECODE_ROWS} queries a request; got m = {m}")
+    if backward and (decode or page_size):
+        raise OptionError(f"{'a decode step' if decode else 'a paged cache'} has no backward pass: leave one out")
     workload = Workload(
         n, d, dtype, causal, heads, batch, kv_heads, dv, m or (1 if decode else None), window, softcap, bias, page_size
     )
     on = device if isinstance(device, Device) else find(device) if device else current()
     allowed = on.smem_bytes if budget is None else min(number_of_bytes(budget), on.smem_bytes)
     ranked = rows(workload.region, workload.sizes, on, allowed, describable=page_size is None)
+    first = rank(workload.region, workload.sizes, on, ranked, allowed)
+    gradients = rank_backward(workload.region, on, allowed) if backward else ()
     notes = []
     if decode and n < DECODE_KEYS:
         notes.append(f"With fewer than {DECODE_KEYS} keys they are not split: one program walks all keys of a head.")
-    return Tiles(workload, on, allowed, (rank(workload.region, workload.sizes, on, ranked, allowed),), tuple(notes))
+    return Tiles(workload, on, allowed, (first, *gradients), tuple(notes))
 
 
 @dataclass(frozen=True)
@@ -101,6 +107,7 @@ class Tiles:
             "kernel": self.rankings[0].kernel,
             "shares": self.rankings[0].shares,
             "tiles": [line.to_dict() for line in self.rankings[0].lines],
+            "backward": {r.kernel.replace(" ", "_"): [x.to_dict() for x in r.lines] for r in self.rankings[1:]},
             "notes": list(self.notes),
         }
 
@@ -125,12 +132,13 @@ class Tiles:
 
     def _kernel(self, ranking: Ranking) -> RenderResult:
         best, within = ranking.taken.cost, f", within {held(self.budget)}" * (self.budget < self.device.smem_bytes)
-        yield Text.assemble("\n", (ranking.kernel, "bold"), f": {len(ranking.lines)} tiles considered{within}")
-        yield Padding(tile_table(ranking, self.rows), (1, 0))
+        many = f"{len(ranking.lines)} {'tile' if len(ranking.lines) == 1 else 'tiles'} considered{within}"
+        yield Text.assemble("\n", (ranking.kernel, "bold"), f": {many}")
+        yield Padding(tile_table(ranking, self.rows), (1, 0, 0, 0))
         if rest := left_out(ranking, self.rows):
-            yield Text(f"{rest}: --all", "dim")
+            yield Text(f"\n{rest}: --all", "dim")
         if best is not None:
-            yield Text(f"HBM {size(best.hbm_bytes)}; unfused, with its scores stored, {size(best.unfused_hbm_bytes)}")
+            yield Text(f"\nHBM {size(best.hbm_bytes)}; unfused, with its scores stored, {size(best.unfused_hbm_bytes)}")
         if ranking.shares > 1:
             keys = -(-self.workload.n // ranking.shares)
             yield Text(f"split-KV: {ranking.shares} shares of about {keys:,} keys a KV head, combined afterwards")

@@ -41,6 +41,7 @@ def tiles(
     ] = None,
     page_size: Annotated[int | None, typer.Option(help="keys and values lie in pages of so many tokens")] = None,
     decode: Annotated[bool, typer.Option("--decode", help="one query a request, its keys split over programs")] = False,
+    backward: Annotated[bool, typer.Option("--backward", help="also the kernels of the gradients")] = False,
     plot: Annotated[
         str | None, typer.Option(help="draw the Br x Bc map and the roofline: plan.png, .svg, .pdf")
     ] = None,
@@ -50,7 +51,7 @@ def tiles(
     """Choose Br x Bc, warps and stages for attention of given sizes, and say why not another tile."""
     answer = calculator.tiles(
         n, d, dtype, device, causal=causal, heads=heads, batch=batch, kv_heads=kv_heads, dv=dv, m=m, window=window,
-        softcap=softcap, bias=bias, budget=budget, page_size=page_size, decode=decode,
+        softcap=softcap, bias=bias, budget=budget, page_size=page_size, decode=decode, backward=backward,
     )  # fmt: skip
     if plot is not None:
         answer.plot(plot)

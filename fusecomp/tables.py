@@ -68,14 +68,17 @@ def _columns(shown: Sequence[Line]) -> Iterator[tuple[str, bool]]:
     if _differ(shown):
         yield "K, V by", True
     yield "SRAM", False
-    yield "regs", False
-    yield "HBM (unfused)", False
-    yield "time", False
+    if _predicted(shown):
+        yield from (("regs", False), ("HBM (unfused)", False), ("time", False))
     yield "why", True
 
 
 def _differ(shown: Sequence[Line]) -> bool:
     return len({line.tile.loads for line in shown}) > 1
+
+
+def _predicted(shown: Sequence[Line]) -> bool:
+    return all(line.cost is not None for line in shown)
 
 
 def _cells(line: Line, shown: Sequence[Line]) -> Iterator[str]:
@@ -85,10 +88,9 @@ def _cells(line: Line, shown: Sequence[Line]) -> Iterator[str]:
     yield from (str(t.warps), str(t.stages))
     if _differ(shown):
         yield LOADS[t.loads]
-    yield held(c.smem_bytes) if c else "?"
-    yield str(c.registers) if c and c.registers else "?"
-    yield f"{size(c.hbm_bytes)} ({_fraction(c)})" if c else "?"
-    yield seconds(c.seconds) if c else "?"
+    yield held(line.smem_bytes)
+    if c is not None:
+        yield from (str(c.registers), f"{size(c.hbm_bytes)} ({_fraction(c)})", seconds(c.seconds))
     yield line.why
 
 

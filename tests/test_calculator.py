@@ -119,6 +119,16 @@ def test_pages_are_looked_up_and_no_descriptor_fetches_them() -> None:
     assert "descriptor" in {line.tile.loads for line in dense.rankings[0].lines}
 
 
+def test_the_backward_kernels_have_tiles_of_their_own() -> None:
+    found = fusecomp.tiles(4096, 128, causal=True, device="h200", backward=True)
+    assert [r.kernel for r in found.rankings] == ["forward", "query gradient", "key gradients"]
+    assert all(r.taken.smem_bytes <= found.budget for r in found.rankings)
+    assert list(found.to_dict()["backward"]) == ["query_gradient", "key_gradients"]
+    tight = fusecomp.tiles(4096, 128, causal=True, device="h200", backward=True, budget="64KB")
+    for roomy, small in zip(found.rankings[1:], tight.rankings[1:], strict=True):
+        assert small.taken.smem_bytes <= 65_536 < roomy.taken.smem_bytes
+
+
 def test_a_window_is_two_sided_unless_causal() -> None:
     both, past = (fusecomp.tiles(4096, window=256, causal=c, device="h200") for c in (False, True))
     assert "kv_idx - q_idx < 256" in str(both)
@@ -139,6 +149,7 @@ COMMANDS = (
     "tiles --n 18000 --d 128 --dtype bf16 --device h200 --causal",
     "tiles --n 4096 --d 192 --dv 128 --heads 32 --kv-heads 8 --batch 2 --window 512 --budget 100KB --device b200",
     "tiles --n 8192 --decode --page-size 32 --device mi300x",
+    "tiles --n 8192 --d 64 --causal --backward --device a100-40",
     "io --n 1024 --d 64 --sram 25000",
     "kv --layers 40 --hidden 5120 --dtype fp16 --block 16 --tokens 90 --max-context 2048",
     "kv --layers 40 --hidden 5120 --tokens 90 --context 2048",
@@ -176,6 +187,8 @@ WRONG = {
     "tiles --n 64 --dtype int4": "unknown dtype 'int4'; known are bf16",
     "tiles --n 64 --dtype fp8": "unknown dtype 'fp8'; known are bf16",
     "tiles --n 64 --decode --m 32": "a decode step has at most 16 queries a request; got m = 32",
+    "tiles --n 64 --decode --backward": "a decode step has no backward pass",
+    "tiles --n 64 --page-size 16 --backward": "a paged cache has no backward pass",
     "io --n 0": "n must be at least one element; got 0",
     "io --n 64 --sram 0": "the on-chip memory must be at least one element; got 0",
     "io --n 64 --sram 25k": "25000, or bytes with their unit, such as 100KB; got '25k'",

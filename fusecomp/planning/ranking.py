@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from fusecomp.ir.region import AttentionRegion
+from fusecomp.planning.backward import backward_plan
+from fusecomp.planning.backward_resources import smem
 from fusecomp.planning.candidate import Launch
 from fusecomp.planning.device import Device
+from fusecomp.planning.facts import Facts, facts
 from fusecomp.planning.plan import TIE, Row, rows
 from fusecomp.planning.tile import Cost, Tile, TilePlan
 from fusecomp.planning.units import held
@@ -25,6 +28,8 @@ class Line:
     tile: Tile
     cost: Cost | None
     """None where nothing predicts it."""
+    smem_bytes: int
+    """Shared memory of one program."""
     taken: bool
     fits: bool
     why: str
@@ -32,7 +37,7 @@ class Line:
 
     def to_dict(self) -> dict[str, Any]:
         """Tile and cost side by side, in plain numbers."""
-        cost = asdict(self.cost) if self.cost else {}
+        cost = asdict(self.cost) if self.cost else {"smem_bytes": self.smem_bytes}
         return {**asdict(self.tile), **cost, "taken": self.taken, "fits": self.fits, "why": self.why}
 
 
@@ -58,7 +63,8 @@ def rank(
     kind = ranked[0].skeleton
     launch = Launch(region, sizes, device, kind == "decode")
     best = launch.quantities(ranked[0].tile)
-    taken = Line(ranked[0].tile, ranked[0].cost, True, True, f"taken: bound by {ranked[0].cost.bound}")
+    cost = ranked[0].cost
+    taken = Line(ranked[0].tile, cost, cost.smem_bytes, True, True, f"taken: bound by {cost.bound}")
     lines = [_loser(row, launch, best, budget) for row in ranked[1:]]
     return Ranking("decode" if kind == "decode" else "forward", (taken, *lines), int(best["splits"]))
 
@@ -76,10 +82,25 @@ def rank_plan(region: AttentionRegion, sizes: Mapping[str, int], device: Device,
     return rank(region, sizes, device, [taken, *(row for row in ranked if row.tile != own)], device.smem_bytes)
 
 
+def rank_backward(region: AttentionRegion, device: Device, budget: int) -> tuple[Ranking, Ranking]:
+    """The tiles of the query gradient's kernel and of the key gradients', within `budget` B of shared memory.
+
+    They are sizes that are known to be good, made smaller until they fit: one line each, with no time."""
+    within = replace(device, smem_bytes=budget)
+    plan, known = backward_plan(region, within), facts(region)
+    return _chosen(plan.queries, known, within), _chosen(plan.keys, known, within)
+
+
+def _chosen(plan: TilePlan, known: Facts, device: Device) -> Ranking:
+    tile = Tile(plan.block_m, plan.block_n, plan.warps, plan.stages, plan.pack, plan.loads)
+    held = smem(plan.skeleton, tile, known, device)
+    return Ranking(plan.skeleton.replace("_", " "), (Line(tile, None, held, True, True, "taken: known to be good"),))
+
+
 def _loser(row: Row, launch: Launch, best: Mapping[str, float], budget: int) -> Line:
     fits = not row.reason.startswith("needs")
     why = _slower(launch.quantities(row.tile), best) if fits else _too_large(row.cost, launch.device, budget)
-    return Line(row.tile, row.cost, False, fits, why)
+    return Line(row.tile, row.cost, row.cost.smem_bytes, False, fits, why)
 
 
 def _too_large(cost: Cost, device: Device, budget: int) -> str:
