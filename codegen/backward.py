@@ -2,6 +2,7 @@
 
     source = emit_backward(region, backward_plan(region))
     launch(grads, out, grad_out, lse, tensors, sizes)
+    launch(grads, out, grad_out, lse, grad_lse, tensors, sizes)         where the lse is a result of the region
 
 `lse` is what `emit(region, plan, saves_lse=True)` saved, as codegen/logsumexp.py says.
 """
@@ -55,7 +56,7 @@ VERSION = 2
 OWN = frozenset({
     "m", "first_row", "query", "k_row", "k_tiles", "k_start", "k_last", "q_begin", "q_end", "member", "lse", "delta",
     "log_sum", "logit", "d_p", "d_score", "d_logit", "grads", "grad", "grad_out", "row_products", "query_gradient",
-    "key_gradients", "weight",
+    "key_gradients", "weight", "grad_lse", "d_lse",
 })  # fmt: skip
 """What the backward skeletons call their own variables, beside `RESERVED`."""
 
@@ -101,6 +102,7 @@ def emit_backward(
     params = {kernel: p for kernel, (_, p) in made.items()}
     helpers = [IN_TRITON] if draws(region.weight) else []
     kernels = spaced([*helpers, *(body for body, _ in made.values())])
+    rows = [v.name for v in (*region.batch, region.q_idx)]
     written = fill(
         BACKWARD_MODULE,
         {
@@ -109,7 +111,9 @@ def emit_backward(
             "constants": constants(frame, kernels),
             "kernels": kernels,
             "out_axes": ", ".join(region.out_axes),
-            "lse_axes": ", ".join([*(v.name for v in (*region.batch, region.q_idx)), *map(str, saved(region))]),
+            "lse_axes": ", ".join([*rows, *map(str, saved(region))]),
+            "grad_lse": "grad_lse, " if region.lse else "",
+            "grad_lse_axes": f"; `grad_lse` is its gradient, [{', '.join(rows)}]" if region.lse else "",
             "launcher": backward_launch(frames, params),
             "selfcheck": backward_selfcheck(region, learned),
         },
@@ -138,7 +142,7 @@ def row_products(frame: GradientFrame) -> tuple[str, list[str]]:
         "fixed": fixed_loads(frame),
         "output": output,
         "first_row": queries.first_row(plain),
-        "delta": queries.delta(plain),
+        "delta": queries.delta(plain, frame.may_be_empty),
         "sinks": queries.sinks(frame),
     }
     return finished(frame, ROW_PRODUCTS, "row_products", holes)
@@ -255,7 +259,7 @@ def document(frame: GradientFrame, plan: BackwardPlan, key: str) -> list[str]:
         *named,
         "    P = exp(S - lse)",
         f"    dV = sum over queries of  {weight}P dO",
-        f"    dS = P ({weight}dO V - delta),  delta = sum over dv of  O dO",
+        f"    dS = P ({weight}dO V - delta),  delta = sum over dv of  O dO{' - dlse' if region.lse else ''}",
         "    dQ = sum over keys of  dS dS/dscore K,  dK = sum over queries of  dS dS/dscore Q",
         *(f"    d{leaf.load.tensor} = sum over its places of  {_share(leaf)}" for leaf in frame.leaves),
         "",

@@ -35,10 +35,12 @@ def main():
     learned = [tensors[i].requires_grad_() for i in «places»]
     out, lse = reference(tensors, sizes)
     grad_out = torch.randn(out.shape).to(torch.«out_dtype»)
-    expected = torch.autograd.grad(out, learned, grad_out.float())
+    «grad_lse»
+    expected = torch.autograd.grad(«results», learned, «given»)
     tensors = [t.detach() for t in tensors]
     grads = [torch.empty_like(t) if i in «places» else None for i, t in enumerate(tensors)]
-    launch(grads, out.detach().to(torch.«out_dtype»), grad_out, lse.detach().contiguous(), tensors, sizes)
+    out, lse = out.detach().to(torch.«out_dtype»), lse.detach().contiguous()
+    launch(grads, out, grad_out, lse, «grad_lse_argument»tensors, sizes)
     for i, grad in zip(«places», expected, strict=True):
         torch.testing.assert_close(grads[i].float(), grad.float(), atol=«tolerance», rtol=«tolerance»)
     print(f"agrees with PyTorch within «tolerance», at sizes {sizes}")
@@ -61,8 +63,13 @@ def backward_selfcheck(region: AttentionRegion, learned: frozenset[str] = frozen
     if saved(region):
         most = f"most = {logits}.amax(dim=-1)"
         lse = f"{most}\nlse = torch.stack([most, torch.logsumexp({logits} - most[..., None], dim=-1)], dim=-1)"
+    total = "lse.sum(-1)" if saved(region) else "lse"
     holes = {
         **parts,
+        "grad_lse": [f"grad_lse = torch.randn(lse.shape[:{len(region.batch) + 1}])"] if region.lse else [],
+        "grad_lse_argument": "grad_lse, " if region.lse else "",
+        "results": f"[out, {total}]" if region.lse else "out",
+        "given": "[grad_out.float(), grad_lse]" if region.lse else "grad_out.float()",
         "output": [*values, *lse.splitlines(), f"{result}, lse"],
         "where": INTERPRETED if "bfloat16" not in narrow else ON_GPU,
         "sizes": ", ".join(str(found.sizes[name]) for name in region.sizes),

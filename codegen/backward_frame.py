@@ -1,7 +1,7 @@
 """Every decision of a backward kernel, taken before a line of it is written.
 
     P  = exp(S - lse)        dV = sum over rows of  (weight P) dO
-    dP = weight dO V^T       dS = P (dP - delta),   delta = rowsum(dO O)
+    dP = weight dO V^T       dS = P (dP - delta),   delta = rowsum(dO O) - dlse
     dQ_t, dK_t               dscore_t = dS * dS/dscore_t, times K_t and Q_t
     dx                       dS * dS/dx, summed where x is read more than once, for x that S reads and that learns
 

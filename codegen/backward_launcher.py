@@ -34,7 +34,8 @@ def parameters(frame: GradientFrame, read: Iterable[str]) -> list[str]:
     ranks = {"out": len(region.out_axes), "grad_out": len(region.out_axes)}
     ranks |= {f"grad_{name}": len(region.operand(name).shape) for name in learned(frame)}
     ranks |= {o.name: len(o.shape) for o in region.operands}
-    pointers = [*(f"{t}_ptr" for t in ranks), "lse_ptr", "delta_ptr", *(f"{x.name}_sums_ptr" for x in frame.leaves)]
+    pointers = [*(f"{t}_ptr" for t in ranks), "lse_ptr", "grad_lse_ptr", "delta_ptr"]
+    pointers += [f"{x.name}_sums_ptr" for x in frame.leaves]
     strides = [f"{t}_stride_{i}" for t, rank in ranks.items() for i in range(rank)]
     return [p for p in (*pointers, *strides, *region.sizes, "splits", "BLOCK_M", "BLOCK_N") if p in names]
 

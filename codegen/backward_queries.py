@@ -55,12 +55,20 @@ def output_tiles(frame: GradientFrame, operand: str, stem: str, cast: bool) -> L
     return lines
 
 
-def delta(frame: GradientFrame) -> Lines:
-    """delta = sum over dv of O dO."""
+def delta(frame: GradientFrame, may_be_empty: bool) -> Lines:
+    """delta = sum over dv of O dO, less dlse, for dlse/dS = P."""
     terms = [f"tl.sum({c.name('o_tile')} * {c.name('do_tile')}, axis=1)" for c in frame.dv_chunks]
+    stored, less = stored_rows(frame), frame.region.lse
+    lines = [f"d_lse = tl.load(grad_lse_ptr + rows, mask={stored}, other=0.0)"] if less else []
+    if less and may_be_empty:
+        at = "lse_ptr + 2 * rows" if frame.exponent.natural else "lse_ptr + rows"
+        lines.append(f"lse = tl.load({at}, mask={stored})")
+        lines.append('d_lse = tl.where(lse == float("-inf"), 0.0, d_lse)  # of a row that saw no key it may be NaN')
     return [
         f"delta = {' + '.join(terms)}",
-        f"tl.store(delta_ptr + rows, delta[:, None], mask={stored_rows(frame)})",
+        *lines,
+        *(["delta -= tl.sum(d_lse, axis=1)"] if less else []),
+        f"tl.store(delta_ptr + rows, delta[:, None], mask={stored})",
     ]
 
 

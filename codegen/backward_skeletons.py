@@ -20,11 +20,11 @@ import triton.language as tl
 «kernels»
 
 
-def launch(grads, out, grad_out, lse, tensors, sizes):
+def launch(grads, out, grad_out, lse, «grad_lse»tensors, sizes):
     """Write the gradients of `tensors` into `grads`, None where one is not wanted, of the tensors' shapes.
 
     `out` is the attention, [«out_axes»] like `grad_out`, its gradient; `lse` is what the forward kernel saved,
-    [«lse_axes»], contiguous float32.
+    [«lse_axes»], contiguous float32«grad_lse_axes».
     """
     «launcher»
 

@@ -98,7 +98,7 @@ def exponents(frame: Frame) -> tuple[str, str]:
     return (f"({pairs[0]}) * LOG2E", f"({pairs[1]}) * LOG2E") if frame.exponent.natural else pairs
 
 
-def decode_launch(frame: Frame, kernels: dict[str, list[str]]) -> Lines:
+def decode_launch(frame: Frame, kernels: dict[str, list[str]], saves_lse: bool = False) -> Lines:
     """Programs enough to fill the device, and one more for each request."""
     n, m = (triton_text(v.size, frame.names) for v in (frame.kv_idx, frame.q_idx))
     rows = f"min({m}, {frame.rows_per_tile_name}.value)" + (" * PACK.value" if frame.member else "")
@@ -112,7 +112,7 @@ def decode_launch(frame: Frame, kernels: dict[str, list[str]]) -> Lines:
     after = call("rescue", "requests * units", kernels["rescue"], frame) if frame.filled else []
     return [
         *unpacked(frame.region),
-        *no_keys(frame),
+        *no_keys(frame, saves_lse),
         *prepared(frame),
         f"requests = {count(frame, 'request')}",
         f"units = {count(frame, 'free')}",

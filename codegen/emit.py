@@ -27,7 +27,7 @@ from fusecomp.codegen.descriptors import HELPERS, descriptors
 from fusecomp.codegen.document import document, kernel_name, title
 from fusecomp.codegen.frame import Frame
 from fusecomp.codegen.launcher import parameters, prefill_launch, unspecialised, wrapped
-from fusecomp.codegen.logsumexp import require_lse, store_lse
+from fusecomp.codegen.logsumexp import combined_lse, require_lse, store_lse
 from fusecomp.codegen.memory import fixed_loads, query_tiles, tile_pointers
 from fusecomp.codegen.philox import IN_TRITON
 from fusecomp.codegen.printer import triton_text
@@ -62,13 +62,17 @@ VERSION = 3
 def emit(region: AttentionRegion, plan: TilePlan, saves_lse: bool = False) -> KernelSource:
     """The kernel of `region` under `plan`, as a file that a person can read, run and check.
 
-    `saves_lse`: launch(out, tensors, sizes, lse) also saves what `emit_backward` needs, as `logsumexp` says.
+    `saves_lse`: launch(out, tensors, sizes, lse) also saves what `emit_backward` needs, as `logsumexp` says. So it does
+    where the lse is a result of the region.
     """
     require_free_names(region)
+    saves_lse = saves_lse or region.lse
     key = kernel_key(region, plan, saves_lse)
     frame = Frame(region, plan)
     name = kernel_name(frame, key)
-    kernels, launcher = decode(frame) if plan.skeleton == "decode" and not saves_lse else prefill(frame, saves_lse)
+    if saves_lse:
+        require_lse(frame)
+    kernels, launcher = (decode if plan.skeleton == "decode" else prefill)(frame, saves_lse)
     if draws(region.weight):
         kernels = f"{IN_TRITON.rstrip()}\n\n\n{kernels}"
     if plan.loads == "descriptor":
@@ -95,10 +99,10 @@ RESERVED = frozenset({
     "units", "rows", "split", "splits", "share", "shares", "part", "inside", "request", "requests", "free", "place",
     "programs", "tiles", "keys", "first", "grid", "kv", "kv_idx", "kv_pos", "key", "live",
     "score", "p", "acc", "row_max", "row_sum", "new_max", "pivot", "rescale", "edge", "k_begin", "k_end", "full_begin",
-    "full_end", "out", "lse", "lse_rows", "sizes", "tensors", "torch", "triton", "tl", "attention", "combine",
-    "maxima", "unseen", "multiprocessors", "key_range", "tiles_of", "unit", "place_of", "share_of", "in_rows",
-    "scratch", "states", "tile_states", "list_tiles", "list_visits", "larger", "other", "next_tile", "k_tiles", "seen",
-    "full", "four", "random", "keeps", "kept_tile",
+    "full_end", "out", "lse", "lse_row", "lse_rows", "sizes", "tensors", "torch", "triton", "tl", "attention",
+    "combine", "log_sum", "maxima", "unseen", "multiprocessors", "key_range", "tiles_of", "unit", "place_of",
+    "share_of", "in_rows", "scratch", "states", "tile_states", "list_tiles", "list_visits", "larger", "other",
+    "next_tile", "k_tiles", "seen", "full", "four", "random", "keeps", "kept_tile",
 })  # fmt: skip
 """What the skeletons call their own variables."""
 
@@ -123,8 +127,6 @@ def kernel_key(region: AttentionRegion, plan: TilePlan, saves_lse: bool = False)
 
 def prefill(frame: Frame, saves_lse: bool = False) -> tuple[str, list[str]]:
     """(kernel, launcher) where one program walks the keys of one query tile."""
-    if saves_lse:
-        require_lse(frame)
     holes = {**common(frame), "program": batch_axes(frame), "state": state(frame), "rescue": rescue(frame)}
     holes["store"] = [*(store_lse(frame) if saves_lse else []), *store(frame)]
     full_begin = "full_begin" if frame.k_begin != "0" or frame.tabled else "0"
@@ -134,7 +136,7 @@ def prefill(frame: Frame, saves_lse: bool = False) -> tuple[str, list[str]]:
     return kernel, prefill_launch(frame, "attention", params, saves_lse)
 
 
-def decode(frame: Frame) -> tuple[str, list[str]]:
+def decode(frame: Frame, saves_lse: bool = False) -> tuple[str, list[str]]:
     """(kernels, launcher) where several programs share the keys of one query tile."""
     functions, taken = schedule(frame)
     begin = state(frame) if frame.sink is None else first_share(state(frame))
@@ -155,7 +157,7 @@ def decode(frame: Frame) -> tuple[str, list[str]]:
             "previous_kernel": overlap(frame, PREVIOUS),
             "part_exponent": parts,
             "row_exponent": rows,
-            "keep_max": keep_max(frame),
+            "keep": combined_lse(frame) if saves_lse else keep_max(frame),
             "store": store_combined(frame),
         },
     )
@@ -163,7 +165,7 @@ def decode(frame: Frame) -> tuple[str, list[str]]:
     called = {"attention": params, "combine": combine_params, "rescue": last_params}
     helpers = [] if frame.plan.share else [MULTIPROCESSORS]
     texts = [functions, attention, combine, *([last] if last else []), *helpers]
-    return "\n\n\n".join(t.rstrip() for t in texts), decode_launch(frame, called)
+    return "\n\n\n".join(t.rstrip() for t in texts), decode_launch(frame, called, saves_lse)
 
 
 def rescue_kernel(frame: Frame) -> tuple[str, list[str]]:

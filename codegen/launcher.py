@@ -88,14 +88,14 @@ def call(
 
 def prefill_launch(frame: Frame, kernel: str, params: list[str], saves_lse: bool = False) -> Lines:
     """A program for each query tile of each head."""
-    empty = no_keys(frame)
-    if empty and saves_lse:
-        empty.insert(1, '    lse.fill_(float("-inf"))')
     named = unpacked(frame.region, ["tiles"] if frame.tabled else [])
-    return [*named, *empty, *prepared(frame), *call(kernel, units(frame), params, frame)]
+    return [*named, *no_keys(frame, saves_lse), *prepared(frame), *call(kernel, units(frame), params, frame)]
 
 
-def no_keys(frame: Frame) -> Lines:
+def no_keys(frame: Frame, saves_lse: bool = False) -> Lines:
     """A softmax over nothing weighs nothing: O = 0."""
     size = triton_text(frame.kv_idx.size, frame.names)
-    return [] if isinstance(frame.kv_idx.size, Const) else [f"if {size} == 0:", "    out.zero_()", "    return"]
+    if isinstance(frame.kv_idx.size, Const):
+        return []
+    lse = ['    lse.fill_(float("-inf"))'] if saves_lse else []
+    return [f"if {size} == 0:", *lse, "    out.zero_()", "    return"]

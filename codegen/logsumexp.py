@@ -10,7 +10,7 @@ from __future__ import annotations
 from fusecomp.codegen.base2 import exponent
 from fusecomp.codegen.frame import Frame, merged
 from fusecomp.codegen.printer import triton_text
-from fusecomp.codegen.program import stored_rows
+from fusecomp.codegen.program import factor, stored_rows
 from fusecomp.errors import KernelError
 from fusecomp.ir.algebra import substitute
 from fusecomp.ir.expr import Const, Expr, Size
@@ -21,8 +21,6 @@ Lines = list[str]
 
 def require_lse(frame: Frame) -> None:
     """Raise KernelError where the kernel does not hold the sum of a row when it ends."""
-    if frame.plan.skeleton != "prefill":
-        raise KernelError(f"a {frame.plan.skeleton} kernel saves no log-sum-exp; plan a prefill kernel to train with")
     if frame.filled is not None:
         raise KernelError("rows that see no key average over all of them: no log-sum-exp describes them exactly")
 
@@ -47,6 +45,25 @@ def store_lse(frame: Frame) -> Lines:
         ]
     value = "(row_max + tl.log2(row_sum)) / LOG2E"
     return [*lines, f"tl.store(lse_ptr + lse_rows, ({value})[:, None], mask={stored})"]
+
+
+def combined_lse(frame: Frame) -> Lines:
+    """The same for the row whose shares a program of `combine` has put together."""
+    head = ""
+    for v in frame.batch:
+        head = f"({head}) * {factor(v.size, frame)} + {v.name}" if head else v.name
+    head = f"({head}) * PACK + {frame.member.name}" if frame.member else head
+    row = f"({head}) * {factor(frame.q_idx.size, frame)} + q_idx" if head else "q_idx"
+    lines, most = [f"lse_row = {row}"], "tl.max(row_max, axis=0)"
+    total = "tl.sum(row_sum, axis=0)"
+    if frame.exponent.natural:
+        return [
+            *lines,
+            f"log_sum = tl.log(tl.where({total} == 0.0, 1.0, {total}))",
+            f"tl.store(lse_ptr + 2 * lse_row, {most})",
+            "tl.store(lse_ptr + 2 * lse_row + 1, log_sum)",
+        ]
+    return [*lines, f"tl.store(lse_ptr + lse_row, ({most} + tl.log2({total})) / LOG2E)"]
 
 
 def sample_lse(region: AttentionRegion, sizes: dict[str, int]) -> str:

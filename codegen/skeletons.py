@@ -149,7 +149,7 @@ def «name»(
         row_max = new_max
         acc = acc * rescale + tl.sum(part_acc * weight[:, None], axis=0)
 
-    «keep_max»
+    «keep»
     «store»
 """
 

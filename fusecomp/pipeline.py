@@ -37,7 +37,8 @@ from fusecomp.running.lower import Lowered, lower, real_tensors
 from fusecomp.running.operator import Kernel, register
 from fusecomp.running.subgraph import seen
 from fusecomp.running.substitute import substitute
-from fusecomp.running.verify import Verdict, verify
+from fusecomp.running.verdict import Verdict
+from fusecomp.running.verify import verify
 from fusecomp.settings import Options
 
 log = logging.getLogger(__name__)
@@ -123,6 +124,8 @@ def compile_match(module: GraphModule, match: Match, options: Options) -> Entry:
 
 def operation_for(match: Match, lowered: Lowered) -> str:
     """The operator that runs it. Only under no_grad, on which Dynamo guards, is one without a gradient safe."""
+    if match.region.lse:
+        return "attention_and_lse"
     if not records(match.output):
         return "attention"
     return "attention_recomputed" if lowered.backward is None else "attention_and_lse"

@@ -12,10 +12,10 @@ from dataclasses import dataclass, field
 
 from torch.fx import GraphModule, Node
 
-from fusecomp.graph.facts import Facts, Place, is_tensor, op_name, place, shape
+from fusecomp.graph.facts import Facts, Place, is_tensor, op_name, place, reach, shape
 from fusecomp.ir.algebra import ZERO, const
 from fusecomp.ir.expr import Apply, Expr, Var
-from fusecomp.patterns.build import Match, ReadElsewhere, build, reach
+from fusecomp.patterns.build import Match, ReadElsewhere, build
 from fusecomp.patterns.contraction import Contraction, contraction
 from fusecomp.patterns.exponentials import exponential
 from fusecomp.patterns.lift import Decline, Lift, Outside, broadcast

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable
-from dataclasses import dataclass
+from collections.abc import Container, Iterable
+from dataclasses import dataclass, replace
 
 import torch
 from torch.fx import Node
 
-from fusecomp.graph.facts import dtype, op_name, place, shape, storage, written_arguments
+from fusecomp.graph.facts import dtype, op_name, place, reach, shape, storage, written_arguments
 from fusecomp.graph.learning import cut, learns, records
 from fusecomp.ir.algebra import ZERO, const
 from fusecomp.ir.expr import Const, Expr, Load, Reduce, Score, Var, parts, transform, variables
 from fusecomp.ir.region import Access, AttentionRegion, Operand, Product
 from fusecomp.patterns import dropout
 from fusecomp.patterns.lift import Decline, Lift, Outside
+from fusecomp.patterns.logsums import MAXIMA, LogSum, check_shifts, leading_to_sums, with_readers
 from fusecomp.patterns.masks import Masked, oriented, sees_a_key, sees_nothing, split
 from fusecomp.patterns.naming import Lengths, SizeSource, memory_order, operand_names, renamed
 from fusecomp.patterns.products import Found, Pair, score_products, value_access
@@ -41,6 +42,15 @@ class Match:
     """Every node whose value the region was read from, without inputs: what to run to get O from the inputs."""
     anchor: Node
     """The softmax or exponential that the candidate was found by."""
+    sums: tuple[LogSum, ...] = ()
+    """Nodes that hold the log-sum-exp of the scores, and that something outside reads."""
+    reader: Node | None = None
+    """What reads a log-sum-exp before the output is due: the kernel must then be called before it."""
+
+    @property
+    def place(self) -> Node:
+        """The node that the kernel is called before."""
+        return self.reader or self.output
 
     @property
     def learned(self) -> frozenset[str]:
@@ -65,11 +75,15 @@ def build(lift: Lift, found: Found, anchor: Node, shared: Container[Node] = ()) 
     check_free(found.weights, products, found.index("kv_idx").name)
     v = value_access(lift, found, scores.keep if scores.fill == float("-inf") else ())
     names = operand_names(list(products.values()), v, held, set(products))
-    check_time(lift, names, found)
     made = [lift.reads[p.tensor].node for p in products]
-    interior = closed_interior(lift, made, set(names), found.output, shared)
-    check_gradient(made, interior, found.output)
-    return bind(lift, found, scores, products, v, names, interior, anchor)
+    interior, sums = closed_interior(lift, made, set(names), found, shared)
+    early = first_reader(lift, found.output, sums)
+    check_time(lift, names, found, early)
+    for result in (found.output, *(s.node for s in sums if learns(s.node))):
+        check_gradient(made, interior, result)
+    check_shifts(interior, sums)
+    match = bind(lift, found, scores, products, v, names, interior, anchor)
+    return with_sums(lift, match, sums, early) if sums else match
 
 
 def check_free(weights: Weights, products: dict[Load, Pair], key: str) -> None:
@@ -90,26 +104,28 @@ class ReadElsewhere(Decline):
 
 
 def closed_interior(
-    lift: Lift, products: list[Node], leaves: set[str], output: Node, shared: Container[Node]
-) -> tuple[Node, ...]:
-    """The nodes between the products and the output. Raises Decline where something outside, and not in `shared`, reads
-    one of them."""
-    position = lift.facts.position
+    lift: Lift, products: list[Node], leaves: set[str], found: Found, shared: Container[Node]
+) -> tuple[tuple[Node, ...], tuple[LogSum, ...]]:
+    """The nodes between the products and the output, and the log-sum-exps that others read. Raises Decline where
+    something outside, and not in `shared`, needs another of them."""
+    position, output = lift.facts.position, found.output
     first, last = min(map(position.__getitem__, products)), position[output]
     below = reach(products, lambda n: (u for u in n.users if position[u] <= last))
     above = reach([output], lambda n: (x for x in n.all_input_nodes if position[x] >= first))
-    inside = [n for n in below if n in above and n is not output]
+    inside = {n for n in below if n in above and n is not output}
+    way, sums = set(inside), dict[Node, LogSum]()
     for node in sorted(inside, key=position.__getitem__):
         if node.name in leaves:
             raise Decline(f"{called(node)} is not a pointwise function of the scores", node, ON_ITS_OWN)
         outside = [u for u in node.users if (u not in above or u not in below) and u not in shared]
-        if outside:
+        if outside and not leading_to_sums(lift, found, node, outside, way, sums):
             what = "scores" if node in products else "weights or scores"
             raise ReadElsewhere(f"the {what} are read elsewhere too, by {called(outside[0])}", node,
                                 USE_ONCE if op_name(outside[0]) else RETURN_LESS)  # fmt: skip
         if any(w not in below for w in written_arguments(node)):
             raise Decline("scores are written into a tensor made elsewhere", node, NEW_TENSOR)
-    return tuple(sorted(inside, key=position.__getitem__))
+    interior = tuple(sorted(way, key=position.__getitem__))
+    return interior, with_readers(sums, (*interior, output), shared)
 
 
 USE_ONCE = "a kernel never holds them: take from them one product with values, and nothing else"
@@ -117,41 +133,55 @@ RETURN_LESS = (
     "return them only where they are needed; a graph break while a variable still holds them makes them an output too"
 )
 
-MAXIMA = ("amax", "max")
-"""A maximum is only ever subtracted again, whatever becomes of its gradient."""
-
-
-def check_gradient(products: list[Node], interior: tuple[Node, ...], output: Node) -> None:
+def check_gradient(products: list[Node], interior: tuple[Node, ...], result: Node) -> None:
     """The kernel's gradient is that of the whole formula. Raises Decline where the graph's stops on the way."""
-    if not records(output):
+    if not records(result):
         return
     inside = {n for n in interior if op_name(n) not in MAXIMA}
     scores = reach([n for n in products if n in inside], lambda n: inside.intersection(n.users))
-    weights = reach([output], lambda n: inside.intersection(n.all_input_nodes))
+    weights = reach([result], lambda n: inside.intersection(n.all_input_nodes))
     for node in interior:
         if cut(node) and node in scores and node in weights:
             raise Decline(f"no gradient flows back through {called(node)}, as it would through fused attention", node,
                           "detach q, k and v, or the output; or put all of it under no_grad")  # fmt: skip
 
 
-def reach(start: Iterable[Node], step: Callable[[Node], Iterable[Node]]) -> set[Node]:
-    """Everything reachable from `start`, itself included."""
-    seen = set(start)
-    stack = list(seen)
-    while stack:
-        for n in step(stack.pop()):
-            if n not in seen:
-                seen.add(n)
-                stack.append(n)
-    return seen
+def first_reader(lift: Lift, output: Node, sums: Iterable[LogSum]) -> Node | None:
+    """What reads a log-sum-exp before the output is due. Raises Decline where the kernel cannot run there."""
+    position = lift.facts.position
+    early = min((u for s in sums for u in s.readers), key=position.__getitem__, default=output)
+    if position[early] >= position[output]:
+        return None
+    if records(early) != records(output):
+        raise Decline(f"{called(early)} reads the log-sum-exp before the output is due, where gradients are recorded "
+                      "otherwise", early, AFTERWARDS)  # fmt: skip
+    return early
 
 
-def check_time(lift: Lift, names: dict[str, str], found: Found) -> None:
-    """The kernel reads where the output stands: an operand overwritten since the graph read it would be another."""
+AFTERWARDS = "use it after the product with V"
+
+
+def with_sums(lift: Lift, match: Match, sums: tuple[LogSum, ...], early: Node | None) -> Match:
+    """The match whose kernel gives the log-sum-exp too. Raises Decline where none describes every row."""
+    if match.region.filled_score is not None:
+        raise Decline(f"the log-sum-exp of a query that sees no key is that of its fill of {match.region.fill:g}",
+                      sums[0].node, "fill with -inf")  # fmt: skip
+    position = lift.facts.position
+    lengths = (s[0] if isinstance(s, tuple) else s for s in (*match.sizes.values(), *match.out_shape))
+    for node in (*match.inputs, *(n for n in lengths if isinstance(n, Node))):
+        if early is not None and position[node] >= position[early]:
+            raise Decline(f"{called(early)} reads the log-sum-exp before {called(node)} has made what the output needs",
+                          early, AFTERWARDS)  # fmt: skip
+    return replace(match, region=replace(match.region, lse=True), sums=sums, reader=early)
+
+
+def check_time(lift: Lift, names: dict[str, str], found: Found, early: Node | None) -> None:
+    """The kernel reads where the output stands, or `early`: an operand must be then what it was to the graph."""
     last = lift.facts.position[found.output]
+    start = lift.facts.position[early] if early is not None else last
     for name in names:
         read = lift.reads[name]
-        writer = lift.facts.first_write(read.node, min(read.at, last) - 1, last)
+        writer = lift.facts.first_write(read.node, min(read.at, start) - 1, last)
         if writer is not None:
             reason = f"{called(writer)} overwrites an operand between its use in the scores and the output"
             raise Decline(reason, writer, "write after the attention, or give it a copy")

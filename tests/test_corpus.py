@@ -10,14 +10,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from corpus import dense, idioms, masked, packed, paged, score, spelled, twins, written
+from corpus import dense, idioms, logsums, masked, packed, paged, score, spelled, twins, written
 
 from fusecomp import backend
 from fusecomp.pipeline import Compilation
 from fusecomp.report import Entry
 
 ROOT = Path(__file__).parent
-TABLES = (dense, paged, spelled, masked, packed, written, twins, idioms)
+TABLES = (dense, paged, spelled, masked, packed, written, twins, idioms, logsums)
 
 QUICK = {
     "mul_scale", "exp_over_sum", "einsum_bqhd", "k_permuted_straight_equal_axes", "bmm_scaled", "diffusers_baddbmm",

@@ -20,7 +20,7 @@ from fusecomp.backend import explain
 from fusecomp.errors import KernelError, VerificationError
 from fusecomp.ir.region import AttentionRegion
 from fusecomp.patterns.build import Match
-from fusecomp.running import cpu, inputs, lower, operator, verify
+from fusecomp.running import cpu, inputs, lower, operator, verdict, verify
 from fusecomp.running.operator import Kernel, empty_ordered, register
 
 pytestmark = pytest.mark.usefixtures("own_cache")
@@ -250,7 +250,7 @@ def test_judgement_allows_what_eager_gets_wrong_too() -> None:
     exact = torch.ones(4, dtype=torch.float64)
     good, bad = exact.float() + 1e-6, exact.float() + 0.1
     nan = torch.tensor([1.0, 1.0, 1.0, float("nan")])
-    verdicts = [verify.judge(verify.Judged(got, eager, exact, "it"), "float32").passed
+    verdicts = [verdict.judge(verdict.Judged(got, eager, exact, "it"), "float32").passed
                 for got, eager in ((good, good), (bad, good), (bad, bad), (nan, good), (nan, nan))]  # fmt: skip
     assert verdicts == [True, False, True, False, True]
 

@@ -23,7 +23,7 @@ from fusecomp.planning.tile import TilePlan
 from fusecomp.running import cache
 from fusecomp.running.backward import gradients
 from fusecomp.running.loader import load
-from fusecomp.running.verify import FLOOR, relative
+from fusecomp.running.verdict import FLOOR, relative
 
 Run = Callable[[], Any]
 COLUMNS = ("block_m", "block_n", "warps", "stages", "pack", "loads", "resident")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import operator
 import re
 from collections import defaultdict
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cache, cached_property
 from pathlib import Path
@@ -139,6 +140,18 @@ def storage(node: Node) -> int | None:
         return int(v.untyped_storage()._cdata)
     except (NotImplementedError, RuntimeError):
         return None
+
+
+def reach(start: Iterable[Node], step: Callable[[Node], Iterable[Node]]) -> set[Node]:
+    """Everything reachable from `start`, itself included."""
+    seen = set(start)
+    stack = list(seen)
+    while stack:
+        for n in step(stack.pop()):
+            if n not in seen:
+                seen.add(n)
+                stack.append(n)
+    return seen
 
 
 def written_arguments(node: Node) -> list[Node]:

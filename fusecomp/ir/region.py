@@ -73,6 +73,8 @@ class AttentionRegion:
     """A factor on the probabilities, after the softmax."""
     sink: Expr | None = None
     """A logit that takes part in the normaliser but gives no value; a function of the batch axes and q_idx."""
+    lse: bool = False
+    """Whether log sum exp(S), the sink included, is a result beside O; -inf where a query sees no key."""
     empty_row: str = "nan"
     """"nan": a row whose scores are all -inf gives NaN, as softmax does; "zero": it gives 0."""
     pv_dtype: str = "float32"
@@ -124,7 +126,8 @@ class AttentionRegion:
     def key(self) -> str:
         """A hash of what the kernel computes; where it came from does not count."""
         plain = replace(self, origin="", source="")
-        return hashlib.sha256(repr([getattr(plain, f.name) for f in fields(plain)]).encode()).hexdigest()[:16]
+        values = [getattr(plain, f.name) for f in fields(plain) if f.name != "lse"]
+        return hashlib.sha256(repr([*values, *(["lse"] if self.lse else [])]).encode()).hexdigest()[:16]
 
     @property
     def head_size(self) -> int:
@@ -181,6 +184,8 @@ def describe(region: AttentionRegion) -> Iterator[str]:
     weights = "softmax(S)" if region.weight == Const(1.0) else f"({_clause(region.weight)} * softmax(S))"
     empty = ", 0 where no key is seen" if region.empty_row == "zero" else ""
     yield f"    O = {weights} {region.v}{empty}"
+    if region.lse:
+        yield f"    lse = log sum exp(S){' with the sink' if region.sink is not None else ''}, beside O"
 
 
 def _clause(e: Expr) -> str:

@@ -14,6 +14,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
+from fusecomp.ir.logsumexp import evaluate_lse
 from fusecomp.ir.reference import evaluate
 from fusecomp.ir.region import AttentionRegion
 
@@ -22,9 +23,11 @@ SCORES = {"cpu": 1 << 22, "cuda": 1 << 27}
 
 
 def gradients(
-    region: AttentionRegion, grad: Tensor, tensors: Sequence[Tensor], sizes: Sequence[int], wanted: Sequence[int]
-) -> list[Tensor]:
-    """dL/d tensors[i] for i in `wanted`, in each tensor's shape and dtype. `grad` is dL/dO in region.out_axes order."""
+    region: AttentionRegion, grad: Tensor, tensors: Sequence[Tensor], sizes: Sequence[int], wanted: Sequence[int],
+    grad_lse: Tensor | None = None,
+) -> list[Tensor]:  # fmt: skip
+    """dL/d tensors[i] for i in `wanted`, in each tensor's shape and dtype. `grad` is dL/dO in region.out_axes order,
+    `grad_lse` dL/dlse over (batch axes, M), None where it is 0."""
     leaves = [t.detach().requires_grad_(i in wanted) for i, t in enumerate(tensors)]
     totals = [torch.zeros(tensors[i].shape, dtype=torch.float32, device=grad.device) for i in wanted]
     rows_axis = region.out_axes.index("q_idx")
@@ -33,11 +36,12 @@ def gradients(
     for first in range(0, length, step):
         rows = slice(first, min(first + step, length))
         with autograd_again(grad.device.type):
-            out = evaluate(region, leaves, sizes, torch.float32, rows)
-            found = torch.autograd.grad(
-                out, [leaves[i] for i in wanted], grad.narrow(rows_axis, rows.start, rows.stop - rows.start).float(),
-                allow_unused=True,
-            )  # fmt: skip
+            results = [evaluate(region, leaves, sizes, torch.float32, rows)]
+            given = [grad.narrow(rows_axis, rows.start, rows.stop - rows.start).float()]
+            if grad_lse is not None:
+                results.append(evaluate_lse(region, leaves, sizes, torch.float32, rows))
+                given.append(grad_lse[..., rows].float())
+            found = torch.autograd.grad(results, [leaves[i] for i in wanted], given, allow_unused=True)
         for total, g in zip(totals, found, strict=True):
             if g is not None:
                 total += g

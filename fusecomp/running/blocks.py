@@ -3,6 +3,7 @@
 rows, heads     as many as keep rows * heads * N scores in cache
 S, P            of the block, exactly: a whole row is present, so no running maximum is needed
 O[block]        = (weight * P) V[first:stop]
+lse[block]      = log sum exp(S), where it is asked for
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from torch import Tensor
 
 from fusecomp.ir.algebra import depends_on_score, substitute
 from fusecomp.ir.expr import Apply, Cast, Const, Expr, Score, dtype_kind, parts, transform, variables
+from fusecomp.ir.logsumexp import log_sum
 from fusecomp.ir.primitives import PRIMITIVES
 from fusecomp.ir.ranges import Bound, Reach, reach
 from fusecomp.ir.reference import Env, attend, evaluate_expr, kept, operand, softmax
@@ -86,20 +88,24 @@ class Blocks:
         bounds = reach(region.keep, region.q_idx.name, region.kv_idx.name)
         return Blocks(replace(region, score=score), region, factors, bounds)
 
-    def run(self, out: Tensor, env: Env) -> None:
-        """Fill `out` (batch axes, q_idx, dv), a group of heads and a block of rows at a time."""
+    def run(self, out: Tensor, env: Env, lse: Tensor | None = None) -> None:
+        """Fill `out` (batch axes, q_idx, dv), and `lse` without dv, a group of heads and a block of rows at a time."""
         m, batch = len(env.spans[self.region.q_idx.name]), len(self.region.batch)
         rows, sizes, groups = self._division(env)
         room = _room(env, rows, sizes)
         for spans in groups:
             heads = env.at(**spans)
             held = self._hold(heads, room)
-            part = out[tuple(slice(s.start, s.stop) for s in spans.values())]
+            place = tuple(slice(s.start, s.stop) for s in spans.values())
+            part, sums = out[place], None if lse is None else lse[place]
             for start in range(0, m, rows):
                 block = range(start, min(start + rows, m))
                 part.narrow(batch, start, len(block)).copy_(
-                    self._block(heads.at(**{self.region.q_idx.name: block}), held)
-                )
+                    self._block(
+                        heads.at(**{self.region.q_idx.name: block}), held,
+                        None if sums is None else sums.narrow(batch, start, len(block)),
+                    )
+                )  # fmt: skip
 
     def _division(self, env: Env) -> tuple[int, int, Iterator[dict[str, range]]]:
         """(rows of a block, heads at most, the ranges of batch axes that go together).
@@ -133,16 +139,20 @@ class Blocks:
         v = _flat(operand(r, r.v, r.pv_dtype, env.over(*batch, key, r.dv.name)), shape)
         return Held(tuple(q), tuple(k), v, room)
 
-    def _block(self, env: Env, held: Held) -> Tensor:
-        """O (batch axes, rows, dv) of one block of rows."""
+    def _block(self, env: Env, held: Held, lse: Tensor | None) -> Tensor:
+        """O (batch axes, rows, dv) of one block of rows; their log-sum-exp goes into `lse`."""
         r, key, whole = self.region, self.region.kv_idx.name, env
         first, stop, inner = self._visited(env)
+        if lse is not None and first == stop:
+            lse.copy_(log_sum(r, torch.full((*env.shape[:-1], 1), -math.inf), env))
         if first == stop:
             return self._unseen(env, held)
         env = env.at(**{key: range(first, stop)})
         env = replace(env, scores=held.scores(env.spans[r.q_idx.name], env.spans[key], env.shape))
         weight = None if r.weight == Const(1.0) else evaluate_expr(r.weight, env)
         logits = self._masked(_logits(r.score, env), inner, env)
+        if lse is not None:
+            lse.copy_(log_sum(r, logits, env))
         p = softmax(r, logits, env, held.second(env.shape))
         out = held.values(p if weight is None else p * weight, env.spans[key])
         if not r.keep or r.filled_score is None:

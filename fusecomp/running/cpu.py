@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
+from fusecomp.codegen.logsumexp import saved
 from fusecomp.ir.algebra import apply
 from fusecomp.ir.expr import Apply, Const, Load, Score, Var, variables
 from fusecomp.ir.ranges import reach
@@ -21,8 +22,9 @@ from fusecomp.ir.reference import Env, Span, bind, read
 from fusecomp.ir.region import Access, AttentionRegion, extent
 from fusecomp.running.blocks import Blocks, folded
 
-Kernel = Callable[[Tensor, Sequence[Tensor], Mapping[str, int] | Sequence[int]], None]
-"""kernel(out, tensors, sizes): fills `out`, of any strides; tensors and sizes in the region's orders."""
+Kernel = Callable[..., None]
+"""kernel(out, tensors, sizes): fills `out`, of any strides; tensors and sizes in the region's orders. With `lse` too,
+[batch axes, M], it fills that with log sum exp(S)."""
 
 
 def lower(region: AttentionRegion) -> Kernel:
@@ -30,11 +32,16 @@ def lower(region: AttentionRegion) -> Kernel:
     blocks, flash = Blocks.of(region), flash_form(region)
 
     @torch.no_grad()
-    def kernel(out: Tensor, tensors: Sequence[Tensor], sizes: Mapping[str, int] | Sequence[int]) -> None:
+    def kernel(
+        out: Tensor, tensors: Sequence[Tensor], sizes: Mapping[str, int] | Sequence[int], lse: Tensor | None = None
+    ) -> None:
         env = bind(region, tensors, sizes, _working(tensors))
         target = _by_axis(region, out)
-        if out.numel() and not (flash and flash.run(target, env)):
-            blocks.run(target, env)
+        if lse is not None and saved(region):
+            lse[..., 1] = 0.0  # what lies above the maximum: here the first is the whole
+            lse = lse[..., 0]
+        if out.numel() and (lse is not None or not (flash and flash.run(target, env))):
+            blocks.run(target, env, lse)
 
     return kernel
 

@@ -32,7 +32,7 @@ WIDEST = 256
 def expresses(region: AttentionRegion) -> bool:
     """Whether the region is softmax(c Q K^T) V on half-precision tensors [batch axes, rows, D] in any order of axes."""
     plain = not region.keep and region.sink is None and region.filled_score is None and region.weight == Const(1.0)
-    if not plain or len(region.products) != 1 or len(region.batch) > 2 or region.empty_row != "nan":
+    if region.lse or not plain or len(region.products) != 1 or len(region.batch) > 2 or region.empty_row != "nan":
         return False
     accesses = (region.products[0].q, region.products[0].k, region.v)
     dtypes = {region.operand(a.operand).dtype for a in accesses} | {region.pv_dtype, region.products[0].dtype}

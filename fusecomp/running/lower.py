@@ -69,7 +69,7 @@ def lower(match: Match, sizes: Mapping[str, int], device: torch.device, options:
         run = trial(match, sizes, device)
         tiles = tuned(region, sizes, options.tune, run, machine(device), described(match, tiles))
     if not match.learned:
-        source, launch = generate(masked(match) if tiles.visits == "table" else match, tiles)
+        source, launch = generate(*looked_through(match, tiles))
         return Lowered(key_of(source), launch, "triton", source.plan, source)
     try:
         return for_training(match, tiles)
@@ -78,9 +78,15 @@ def lower(match: Match, sizes: Mapping[str, int], device: torch.device, options:
         return Lowered(key_of(source), launch, "triton", source.plan, source, why_no_backward=str(error))
 
 
-def masked(match: Match) -> Match:
-    """What is added to the scores as a mask. Nothing learns: a kernel whose rows may see every key has no backward."""
-    return replace(match, region=hiding(match.region))
+def looked_through(match: Match, tiles: TilePlan) -> tuple[Match, TilePlan]:
+    """What is added to the scores as a mask, where tiles are visited by what the masks hold. Nothing learns: a kernel
+    whose rows may see every key has no backward, and no log-sum-exp either."""
+    if tiles.visits != "table":
+        return match, tiles
+    region = hiding(match.region)
+    if region.lse and region.filled_score is not None:
+        return match, replace(tiles, visits="bounds")
+    return replace(match, region=region), tiles
 
 
 def planned(match: Match, sizes: Mapping[str, int], batch_invariant: bool = False) -> TilePlan:
@@ -129,7 +135,7 @@ def key_of(source: KernelSource) -> str:
 
 def generate(match: Match, tiles: TilePlan, saves_lse: bool = False) -> tuple[KernelSource, Launch]:
     """The kernel of a plan, and what launches it."""
-    source = emit(match.region, tiles, saves_lse)
+    source = emit(match.region, tiles, saves_lse or match.region.lse)
     return source, launcher(load(source, cache.directory("kernels")), source)
 
 

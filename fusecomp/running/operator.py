@@ -2,7 +2,7 @@
 
     attention             O alone: nothing learns. The lightest to call
     attention_recomputed  O, whose gradients are recomputed a block of rows at a time
-    attention_and_lse     (O, log-sum-exp of each row), for generated backward kernels
+    attention_and_lse     (O, log-sum-exp of each row), for generated backward kernels, or as a result of its own
 
 `key` names a kernel that this process has loaded; everything that the shape of O depends on is an argument.
 """
@@ -16,15 +16,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fusecomp.codegen.logsumexp import saved
 from fusecomp.errors import KernelError
 from fusecomp.ir.region import AttentionRegion
 from fusecomp.running.backward import gradients
 
 Launch = Callable[..., None]
 """launch(out, tensors, sizes): fills `out`; tensors in the order of region.operands, sizes of region.sizes. A kernel
-that has a backward takes `lse` too, and fills it with the log-sum-exp of each row, [batch axes, M] in float32."""
+that has a backward, or whose region has an lse, takes `lse` too, and fills it with the log-sum-exp of each row, [batch
+axes, M] in float32 (codegen/logsumexp.py)."""
 Gradients = Callable[..., None]
-"""launch(grads, out, grad_out, lse, tensors, sizes): fills grads[i], the gradient of tensors[i], unless it is None."""
+"""launch(grads, out, grad_out, lse, tensors, sizes): fills grads[i], the gradient of tensors[i], unless it is None.
+Where the region has an lse, its gradient comes after it: launch(grads, out, grad_out, lse, grad_lse, ...)."""
 
 
 @dataclass(frozen=True)
@@ -154,11 +157,12 @@ def contiguous_like(t: Tensor) -> Tensor:
 
 
 def recompute(
-    grad: Tensor, tensors: Sequence[Tensor], sizes: Sequence[int], wanted: Sequence[int], key: str
-) -> list[Tensor]:
+    grad: Tensor, tensors: Sequence[Tensor], sizes: Sequence[int], wanted: Sequence[int], key: str,
+    grad_lse: Tensor | None = None,
+) -> list[Tensor]:  # fmt: skip
     """Gradients of O with respect to tensors[i] for i in `wanted`, each in its tensor's dtype."""
     region = kernel_of(key).region
-    return gradients(region, grad, operands(region, tensors), sizes, wanted)
+    return gradients(region, grad, operands(region, tensors), sizes, wanted, grad_lse)
 
 
 def recompute_fake(
@@ -168,21 +172,27 @@ def recompute_fake(
 
 
 def differentiate(
-    grad: Tensor, out: Tensor, lse: Tensor, tensors: Sequence[Tensor], sizes: Sequence[int], wanted: Sequence[int],
-    key: str,
+    grad: Tensor | None, grad_lse: Tensor | None, out: Tensor, lse: Tensor, tensors: Sequence[Tensor],
+    sizes: Sequence[int], wanted: Sequence[int], key: str,
 ) -> list[Tensor]:  # fmt: skip
-    """The same by the generated backward kernels."""
+    """The same by the generated backward kernels, if there are some. A gradient that is None is 0."""
+    kernel = kernel_of(key)
+    region, given = kernel.region, torch.zeros_like(out) if grad is None else grad
+    if grad_lse is not None and saved(region):
+        grad_lse = grad_lse[..., 0]  # of a sum of two, each has the gradient of the sum
+    if kernel.backward is None:
+        return recompute(given, tensors, sizes, wanted, key, grad_lse)
+    rows = lse.shape[: lse.dim() - len(saved(region))]
+    more = [lse.new_zeros(rows) if grad_lse is None else grad_lse.contiguous()] if region.lse else []
     grads = [contiguous_like(t) if i in wanted else None for i, t in enumerate(tensors)]
-    backward = kernel_of(key).backward
-    assert backward is not None
     with torch.cuda.device_of(out):
-        backward(grads, out, grad, lse, operands(kernel_of(key).region, tensors), sizes)
+        kernel.backward(grads, out, given, lse, *more, operands(region, tensors), sizes)
     return [g for g in grads if g is not None]
 
 
 def differentiate_fake(
-    grad: Tensor, out: Tensor, lse: Tensor, tensors: Sequence[Tensor], sizes: Sequence[int], wanted: Sequence[int],
-    key: str,
+    grad: Tensor | None, grad_lse: Tensor | None, out: Tensor, lse: Tensor, tensors: Sequence[Tensor],
+    sizes: Sequence[int], wanted: Sequence[int], key: str,
 ) -> list[Tensor]:  # fmt: skip
     return [contiguous_like(tensors[i]) for i in wanted]
 
@@ -190,8 +200,8 @@ def differentiate_fake(
 WANTED = "Tensor[] tensors, SymInt[] sizes, int[] wanted, str key"
 operator("attention_backward", f"(Tensor grad, {WANTED}) -> Tensor[]", recompute, recompute_fake)
 operator(
-    "attention_gradients", f"(Tensor grad, Tensor out, Tensor lse, {WANTED}) -> Tensor[]", differentiate,
-    differentiate_fake,
+    "attention_gradients", f"(Tensor? grad, Tensor? grad_lse, Tensor out, Tensor lse, {WANTED}) -> Tensor[]",
+    differentiate, differentiate_fake,
 )  # fmt: skip
 
 
@@ -220,13 +230,13 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
 def _setup_with_lse(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     tensors, sizes, *_, key = inputs
     ctx.save_for_backward(*output, *tensors)
-    ctx.mark_non_differentiable(output[1])
+    ctx.set_materialize_grads(False)
     ctx.sizes, ctx.key, ctx.wanted = sizes, key, learned(tensors)
 
 
-def _backward_with_lse(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Any, ...]:
+def _backward_with_lse(ctx: Any, grad: Tensor | None, grad_lse: Tensor | None) -> tuple[Any, ...]:
     out, lse, *tensors = ctx.saved_tensors
-    found = torch.ops.fusecomp.attention_gradients(grad, out, lse, tensors, ctx.sizes, ctx.wanted, ctx.key)
+    found = torch.ops.fusecomp.attention_gradients(grad, grad_lse, out, lse, tensors, ctx.sizes, ctx.wanted, ctx.key)
     return spread(found, ctx.wanted, len(tensors)), None, None, None, None, None, None
 
 

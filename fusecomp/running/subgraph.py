@@ -16,8 +16,10 @@ from fusecomp.patterns.contraction import READERS
 from fusecomp.patterns.naming import SizeSource
 
 
-def run_original(match: Match, inputs: Sequence[Tensor], dtype: torch.dtype | None = None) -> Tensor:
-    """O from the nodes as the user wrote them, on `inputs` (in region.operands order).
+def run_original(
+    match: Match, inputs: Sequence[Tensor], dtype: torch.dtype | None = None, result: Node | None = None
+) -> Tensor:
+    """O, or another `result`, from the nodes as the user wrote them, on `inputs` (in region.operands order).
 
     With `dtype`, every floating-point tensor and cast of the path becomes that dtype instead. A tensor off the path
     lends only its shape; it stands as zeros.
@@ -45,7 +47,8 @@ def run_original(match: Match, inputs: Sequence[Tensor], dtype: torch.dtype | No
             return args[0].detach()
         return node.target(*_retyped(args, dtype, node), **_retyped(kwargs, dtype, node))  # type: ignore[operator]
 
-    stack = [match.output]
+    result = result or match.output
+    stack = [result]
     while stack:  # evaluated iteratively: a path may be deeper than Python's stack
         node = stack[-1]
         waiting = [n for n in node.all_input_nodes if n not in env and computed(n)] if computed(node) else []
@@ -53,7 +56,7 @@ def run_original(match: Match, inputs: Sequence[Tensor], dtype: torch.dtype | No
             stack += waiting
         else:
             value(stack.pop())
-    return env[match.output]
+    return env[result]
 
 
 MIXED = {*READERS, "softmax", "log_softmax"}

@@ -15,6 +15,7 @@ from fusecomp.graph.learning import carry
 from fusecomp.patterns.build import Match
 from fusecomp.patterns.naming import SizeSource
 from fusecomp.running.operator import empty_ordered
+from fusecomp.running.sums import put_sums
 from fusecomp.running.visits import table_node
 
 
@@ -28,7 +29,7 @@ def substitute(
     """
     graph, region, output = module.graph, match.region, match.output
     lengths: dict[tuple[Node, int], Any] = {}
-    with graph.inserting_before(output):
+    with graph.inserting_before(match.place):
         tensors = [on_device(n, output) for n in match.inputs]
 
         def length(source: SizeSource) -> Any:
@@ -41,7 +42,7 @@ def substitute(
         shape = [length(s) for s in match.out_shape]
         sizes = [length(match.sizes[s]) for s in region.sizes]
         if source is not None and source.plan.visits == "table":
-            tensors.append(table_node(match.output, source, tensors, lambda name: length(match.sizes[name])))
+            tensors.append(table_node(match.place, source, tensors, lambda name: length(match.sizes[name])))
         dtype = getattr(torch, region.out_dtype)
         rows = [length(match.sizes[v.name.upper()]) for v in region.batch] + [length(match.sizes["M"]), *saved(region)]
         saves = operation == "attention_and_lse"
@@ -49,6 +50,10 @@ def substitute(
         called = graph.call_function(getattr(torch.ops.fusecomp, operation).default, args)
         node = graph.call_function(operator.getitem, (called, 0)) if saves else called
         described(node, output, shape, region.out_order)
+        if match.sums:
+            lse = graph.call_function(operator.getitem, (called, 1))
+            described(lse, output, rows, tuple(range(len(rows))), torch.float32)
+            put_sums(match, lse)
         new = node
         if len(shape) > output.meta["val"].dim():  # the query axis that O itself does not have
             new = graph.call_function(torch.ops.aten.squeeze.dim, (node, len(shape) - 1))
@@ -61,7 +66,8 @@ def take_place(match: Match, new: Node) -> None:
     """Let `new` stand for match.output, and remove the nodes between inputs and output that nothing else reads."""
     carry(match.output, new)
     match.output.replace_all_uses_with(new)
-    for dead in [match.output, *reversed(match.interior)]:
+    at = {n: i for i, n in enumerate(match.output.graph.nodes)} if match.sums else {}
+    for dead in sorted([match.output, *reversed(match.interior)], key=lambda n: -at.get(n, 0)):
         if not dead.users:
             dead.graph.erase_node(dead)
 
@@ -89,7 +95,10 @@ def on_device(node: Node, output: Node) -> Node:
     return moved
 
 
-def described(node: Node, like: Node, shape: list[Any] | None = None, order: tuple[int, ...] = ()) -> None:
+def described(
+    node: Node, like: Node, shape: list[Any] | None = None, order: tuple[int, ...] = (),
+    dtype: torch.dtype | None = None,
+) -> None:  # fmt: skip
     """Metadata of a new node: the source line of the node it stands for, and a fake tensor."""
     kept = ("stack_trace", "nn_module_stack", "source_fn_stack", "val")
     node.meta = {k: v for k, v in like.meta.items() if k in kept}
@@ -98,6 +107,6 @@ def described(node: Node, like: Node, shape: list[Any] | None = None, order: tup
         return
     with val.fake_mode:
         lengths = [n.meta["val"] if isinstance(n, Node) else n for n in shape]
-        node.meta["val"] = empty_ordered(lengths, order, val, val.dtype)
+        node.meta["val"] = empty_ordered(lengths, order, val, dtype or val.dtype)
 
 

@@ -10,13 +10,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from fusecomp.codegen.logsumexp import saved
+from fusecomp.graph.learning import learns
+from fusecomp.ir.logsumexp import evaluate_lse
 from fusecomp.ir.reference import evaluate
 from fusecomp.ir.region import AttentionRegion, extent
 from fusecomp.patterns.build import Match
@@ -25,11 +27,9 @@ from fusecomp.running.backward import gradients
 from fusecomp.running.inputs import draw, example_of
 from fusecomp.running.operator import Gradients, Launch, empty_ordered
 from fusecomp.running.subgraph import run_original, seen
+from fusecomp.running.sums import arranged, whole
+from fusecomp.running.verdict import FLOOR, Judged, Verdict, judge
 
-EAGER_MULTIPLE = 4.0
-"""A fused kernel may err this many times as much as eager does."""
-FLOOR = {torch.float32: 32 * 2.0**-23, torch.bfloat16: 2 * 2.0**-7, torch.float16: 4 * 2.0**-10}
-"""Relative error that is always allowed: what rounding the output alone may cost."""
 EXACT_SCORES = {"cpu": 1 << 23, "cuda": 1 << 28}
 """Scores up to which the graph's own nodes are run in float64."""
 EAGER_SCORES = {"cpu": 1 << 25, "cuda": 1 << 31}
@@ -44,35 +44,6 @@ GRADIENT_MULTIPLE = 2.0
 VERSION = 4
 
 
-@dataclass(frozen=True)
-class Verdict:
-    """What a comparison found."""
-
-    passed: bool
-    error: float
-    """Largest relative error of the kernel."""
-    budget: float
-    against: str
-    """What the kernel was held against."""
-    detail: str = ""
-    """Where it disagreed."""
-
-    def __str__(self) -> str:
-        word = "agrees with" if self.passed else "DISAGREES with"
-        tail = f": {self.detail}" if self.detail else ""
-        return f"{word} {self.against}: error {self.error:.1e} of {self.budget:.1e} allowed{tail}"
-
-
-@dataclass(frozen=True)
-class Judged:
-    """Tensors to compare: the kernel's O, eager's (if it was run), the exact one."""
-
-    got: Tensor
-    eager: Tensor | None
-    exact: Tensor
-    against: str
-
-
 def verify(
     match: Match, launch: Launch, sizes: Mapping[str, int], device: torch.device, kernel: str,
     backward: Gradients | None = None,
@@ -84,6 +55,8 @@ def verify(
     if (known := kept(path)) is not None:
         return known
     verdict = judge(compare(match, launch, sizes, device, backward), match.region.out_dtype)
+    if verdict.passed and match.region.lse:
+        verdict = judge_log_sums(match, launch, sizes, device) or verdict
     if verdict.passed and backward is not None:
         verdict = judge_gradients(match, launch, backward, sizes, device) or verdict
     if verdict.passed:  # a failure is looked into again: it may have been mended since
@@ -140,7 +113,7 @@ def compare(
     """Run the kernel and its judges on the same random inputs."""
     region = match.region
     tensors, out, lengths = example(match, sizes, device)
-    launch(out, tensors, lengths, *([log_sums(match, sizes, device)] if backward else []))
+    launch(out, tensors, lengths, *([log_sums(match, sizes, device)] if backward or region.lse else []))
     scores = out.numel() // max(out.shape[region.out_axes.index("dv")], 1) * sizes["N"]
     small = scores <= EXACT_SCORES.get(device.type, 0)
     exact = original(match, tensors, out, torch.float64) if small else None
@@ -189,6 +162,31 @@ def original(match: Match, tensors: list[Tensor], out: Tensor, dtype: torch.dtyp
     return found.nan_to_num(0.0) if match.region.empty_row == "zero" else found
 
 
+def judge_log_sums(match: Match, launch: Launch, sizes: Mapping[str, int], device: torch.device) -> Verdict | None:
+    """A failed verdict where the kernel's log-sum-exp is not that of the graph's nodes; else None."""
+    region = match.region
+    tensors, out, lengths = example(match, sizes, device)
+    lse = log_sums(match, sizes, device)
+    launch(out, tensors, lengths, lse)
+    for s in match.sums:
+        got = arranged(whole(lse, region), region, s)
+        if got.numel() * sizes["N"] <= EXACT_SCORES.get(device.type, 0):
+            exact, eager = (run_original(match, tensors, dtype, s.node) for dtype in (torch.float64, None))
+            judged = Judged(got, eager, exact, "the log-sum-exp of the graph in float64")
+        else:
+            places = sample(region, sizes, device)
+            batch = {name: found for name, found in places.items() if name != "q_idx"}
+            exact = evaluate_lse(region, tensors, lengths, torch.float64, places["q_idx"], batch=batch)
+            got = whole(lse, region)
+            for axis, name in enumerate((*(v.name for v in region.batch), "q_idx")):
+                got = got.index_select(axis, places[name]) if name in places else got
+            judged = Judged(got, None, exact, "the log-sum-exp in float64 on sampled rows")
+        verdict = judge(judged, str(s.node.meta["val"].dtype).removeprefix("torch."))
+        if not verdict.passed:
+            return verdict
+    return None
+
+
 def judge_gradients(
     match: Match, launch: Launch, backward: Gradients, sizes: Mapping[str, int], device: torch.device
 ) -> Verdict | None:
@@ -201,8 +199,11 @@ def judge_gradients(
     held = match.learned | {a.operand for p in region.products for a in (p.q, p.k)} | {region.v.operand}
     wanted = [i for i, o in enumerate(region.operands) if o.name in held]
     grads = [torch.full_like(t, float("nan")) if i in wanted else None for i, t in enumerate(tensors)]
-    backward(grads, out, grad, lse, tensors, lengths)
-    eager, exact, against = expected_gradients(match, grad, tensors, lengths, wanted)
+    rows = lse.shape[: len(region.batch) + 1]
+    grad_lse = torch.randn(rows, device=device) if any(learns(s.node) for s in match.sums) else None
+    more = [lse.new_zeros(rows) if grad_lse is None else grad_lse] if region.lse else []
+    backward(grads, out, grad, lse, *more, tensors, lengths)
+    eager, exact, against = expected_gradients(match, grad, tensors, lengths, wanted, grad_lse)
     for i, mine, best in zip(wanted, eager, exact, strict=True):
         o, got = region.operands[i], grads[i]
         assert got is not None
@@ -215,71 +216,36 @@ def judge_gradients(
 
 
 def expected_gradients(
-    match: Match, grad: Tensor, tensors: list[Tensor], lengths: Sequence[int], wanted: Sequence[int]
-) -> tuple[Sequence[Tensor | None], Sequence[Tensor], str]:
+    match: Match, grad: Tensor, tensors: list[Tensor], lengths: Sequence[int], wanted: Sequence[int],
+    grad_lse: Tensor | None,
+) -> tuple[Sequence[Tensor | None], Sequence[Tensor], str]:  # fmt: skip
     """(eager's, the exact ones, what those are): the graph's own nodes under autograd where there is room for what that
     keeps, else the region's meaning a block of rows at a time."""
     keys = dict(zip(match.region.sizes, lengths, strict=True)).get("N", 1)
     scores = grad.numel() // max(grad.shape[match.region.out_axes.index("dv")], 1) * keys
     if scores <= EXACT_SCORES.get(grad.device.type, 0) // KEPT and match.region.empty_row == "nan":
-        found = [differentiated(match, grad, tensors, wanted, dtype) for dtype in (None, torch.float64)]
+        found = [differentiated(match, grad, tensors, wanted, dtype, grad_lse) for dtype in (None, torch.float64)]
         if found[1] is not None:
             return found[0] or [None] * len(wanted), found[1], "autograd in float64"
-    exact = gradients(match.region, grad, tensors, lengths, wanted)
+    exact = gradients(match.region, grad, tensors, lengths, wanted, grad_lse)
     return [None] * len(wanted), exact, "autograd"
 
 
 def differentiated(
-    match: Match, grad: Tensor, tensors: list[Tensor], wanted: Sequence[int], dtype: torch.dtype | None
-) -> list[Tensor] | None:
-    """Gradients from the graph's own nodes; None where they cannot be run so."""
+    match: Match, grad: Tensor, tensors: list[Tensor], wanted: Sequence[int], dtype: torch.dtype | None,
+    grad_lse: Tensor | None,
+) -> list[Tensor] | None:  # fmt: skip
+    """Gradients from the graph's own nodes; None where they cannot be run so. `grad_lse` is that of one log-sum-exp."""
     leaves = [t.detach().requires_grad_(i in wanted) for i, t in enumerate(tensors)]
     asked = [leaves[i] for i in wanted]
     try:
         with torch.enable_grad():
-            out = run_original(match, leaves, dtype).reshape(grad.shape)
-            found = torch.autograd.grad(out, asked, grad.to(out.dtype), allow_unused=True)
+            results, given = [run_original(match, leaves, dtype).reshape(grad.shape)], [grad]
+            for s in [s for s in match.sums if learns(s.node)][:1] if grad_lse is not None else []:
+                results.append(run_original(match, leaves, dtype, s.node))
+                given.append(arranged(grad_lse, match.region, s))
+            given = [g.to(x.dtype) for g, x in zip(given, results, strict=True)]
+            found = torch.autograd.grad(results, asked, given, allow_unused=True)
     except RuntimeError:  # out of memory, or it writes into what it was given
         return None
     return [torch.zeros_like(x) if g is None else g for g, x in zip(found, asked, strict=True)]
-
-
-def judge(judged: Judged, dtype: str, multiple: float = 1.0) -> Verdict:
-    """Compare: special values in place, finite ones within the budget."""
-    floor = FLOOR[getattr(torch, dtype)] * multiple
-    got, exact = judged.got.double(), judged.exact.double()
-    eager = judged.eager.double() if judged.eager is not None else None
-    wrong = specials(got) != specials(exact)
-    if eager is not None:
-        wrong &= specials(got) != specials(eager)
-        lost = (specials(eager) != specials(exact)) & (specials(got) == specials(exact))
-        drift = relative(eager, exact) if not lost.any() else 0.0
-    else:
-        drift = floor / EAGER_MULTIPLE * 2
-    budget = max(EAGER_MULTIPLE * drift, floor)
-    if wrong.any():
-        detail = f"{int(wrong.sum())} of {wrong.numel()} elements are NaN or infinite on one side only"
-        return Verdict(False, float("inf"), budget, judged.against, detail)
-    error = relative(got, exact)
-    detail = "" if error <= budget else f"worst at {worst(got, exact)}"
-    return Verdict(error <= budget, error, budget, judged.against, detail)
-
-
-def specials(x: Tensor) -> Tensor:
-    """0 where finite, else a code for NaN, +inf and -inf."""
-    return x.isnan() * 1 + (x == float("inf")) * 2 + (x == float("-inf")) * 3
-
-
-def relative(x: Tensor, exact: Tensor) -> float:
-    """max |x - exact| / max |exact| over the places where both are finite."""
-    finite = x.isfinite() & exact.isfinite()
-    if not finite.any():
-        return 0.0
-    size = exact[exact.isfinite()].abs().max().item()
-    return float((x - exact)[finite].abs().max().item() / (size or 1.0))
-
-
-def worst(x: Tensor, exact: Tensor) -> tuple[int, ...]:
-    """Index of the largest finite difference."""
-    off = (x - exact).abs().nan_to_num(0.0, 0.0, 0.0)
-    return tuple(int(i) for i in torch.unravel_index(off.argmax(), off.shape))

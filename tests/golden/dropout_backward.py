@@ -385,7 +385,8 @@ def main():
     expected = torch.autograd.grad(out, learned, grad_out.float())
     tensors = [t.detach() for t in tensors]
     grads = [torch.empty_like(t) if i in [0, 1, 2] else None for i, t in enumerate(tensors)]
-    launch(grads, out.detach().to(torch.bfloat16), grad_out, lse.detach().contiguous(), tensors, sizes)
+    out, lse = out.detach().to(torch.bfloat16), lse.detach().contiguous()
+    launch(grads, out, grad_out, lse, tensors, sizes)
     for i, grad in zip([0, 1, 2], expected, strict=True):
         torch.testing.assert_close(grads[i].float(), grad.float(), atol=8e-2, rtol=8e-2)
     print(f"agrees with PyTorch within 8e-2, at sizes {sizes}")

@@ -1,0 +1,38 @@
+"""What the log-sum-exp of a region means, evaluated densely:
+
+    lse = log sum exp(S)       the sink included; -inf where a query sees no key
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from fusecomp.ir.reference import Env, bind, evaluate_expr, masked_logits, product_scores
+from fusecomp.ir.region import AttentionRegion
+
+
+def evaluate_lse(
+    region: AttentionRegion,
+    tensors: Sequence[Tensor],
+    sizes: Mapping[str, int] | Sequence[int],
+    dtype: torch.dtype = torch.float64,
+    rows: slice | Tensor | None = None,
+    *,
+    batch: Mapping[str, Tensor] | None = None,
+) -> Tensor:
+    """log sum exp(S) over (batch axes, q_idx), for the arguments of `reference.evaluate`."""
+    env = bind(region, tensors, sizes, dtype, rows).at(**(batch or {}))
+    env = replace(env, scores=tuple(product_scores(region, p, env) for p in region.products))
+    return log_sum(region, masked_logits(region, env)[0], env)
+
+
+def log_sum(region: AttentionRegion, logits: Tensor, env: Env) -> Tensor:
+    """log sum exp over the last axis, the sink included."""
+    lse = torch.logsumexp(logits, -1)
+    if region.sink is None:
+        return lse
+    return torch.logaddexp(lse, evaluate_expr(region.sink, env).to(env.dtype).expand(*lse.shape, 1).squeeze(-1))

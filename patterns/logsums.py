@@ -1,0 +1,149 @@
+"""The log-sum-exp of the scores, where the program uses it beside the output: returned, in a loss, to merge parts.
+
+    L = log sum_j exp(S_j)             torch.logsumexp(s, -1)
+    L = m + log sum_j exp(S_j - m)     for any m that is the same for every key
+    L = S_n - log softmax(S)_n         for any key n
+    L = log(exp(t) + sum_j exp(S_j))   where the softmax has the sink t too
+
+The kernel holds it anyway, so what only leads to it needs no scores.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import permutations
+
+from torch.fx import Node
+
+from fusecomp.graph.facts import is_tensor, op_name, reach, shape, storage, written_arguments
+from fusecomp.graph.learning import cut, learns
+from fusecomp.ir.algebra import ZERO, apply, const
+from fusecomp.ir.expr import Apply, Const, Expr, Var, variables
+from fusecomp.patterns.exponentials import reduces, terms_of, total_of
+from fusecomp.patterns.lift import Decline, Lift, Outside
+from fusecomp.patterns.products import Found
+from fusecomp.patterns.weights import normalised
+
+
+@dataclass(frozen=True)
+class LogSum:
+    """A node that holds the log-sum-exp of the scores."""
+
+    node: Node
+    axes: tuple[str, ...]
+    """The region's axis that each of its dimensions is; "" for one of length 1 that is none."""
+    readers: tuple[Node, ...] = ()
+    """What reads it outside of the attention."""
+
+
+def log_sum(lift: Lift, found: Found, node: Node) -> LogSum | None:
+    """`node` as the log-sum-exp of the scores whose softmax the weights are; None where it is anything else."""
+    if not is_tensor(node) or lift.facts.writes.get(storage(node) or -1):
+        return None
+    before = set(lift.visited)
+    for axes in arrangements(found, shape(node)):
+        try:
+            if is_log_sum(lift.lift_at(node, node, tuple(v or ZERO for v in axes)), found):
+                return LogSum(node, tuple(v.name if v else "" for v in axes))
+        except (Decline, Outside):
+            pass
+        lift.visited = set(before)
+    return None
+
+
+def arrangements(found: Found, lengths: tuple[Expr, ...]) -> Iterator[tuple[Var | None, ...]]:
+    """Which axis of the weights each dimension may be: of the same length, the axes' own order first."""
+    read = variables(found.weights.scores)
+    axes = [v for v in (*found.batch, found.index("q_idx")) if v.size != const(1) or v.name in read]
+    for places in permutations(range(len(lengths)), len(axes)):
+        chosen = dict(zip(places, axes, strict=True))
+        fits = all(chosen[i].size == n if i in chosen else n == const(1) for i, n in enumerate(lengths))
+        if fits:
+            yield tuple(chosen.get(i) for i in range(len(lengths)))
+
+
+def is_log_sum(e: Expr, found: Found) -> bool:
+    """Whether exp(S - e) are the weights' own softmax: e = m + log total, total = sum_j exp(S_j - m) with the sink."""
+    terms = cancelled(terms_of(e))
+    logs = [x for sign, x in terms if sign > 0 and isinstance(x, Apply) and x.op == "log" and reduces(x)]
+    if len(logs) != 1:
+        return False
+    (total,) = logs[0].operands
+    shift = total_of([t for t in terms if t[1] is not logs[0]])
+    weights, key = found.weights, found.index("kv_idx")
+    scores = weights.scores if shift == ZERO_SHIFT else apply("sub", weights.scores, shift)
+    again = normalised(apply("exp", scores), total, key)
+    same = again is not None and again.scores == weights.scores and again.sink == weights.sink
+    return same and again is not None and again.factor == Const(1.0)
+
+
+ZERO_SHIFT = total_of([])
+
+
+def cancelled(terms: list[tuple[int, Expr]]) -> list[tuple[int, Expr]]:
+    """Signed terms without those that add to nothing."""
+    left: list[tuple[int, Expr]] = []
+    for sign, x in terms:
+        if (-sign, x) in left:
+            left.remove((-sign, x))
+        else:
+            left.append((sign, x))
+    return left
+
+
+# ----------------------------------------------------------------------------------------------------------------
+# In the graph
+
+
+MAXIMA = ("amax", "max")
+"""A maximum is only ever subtracted again, whatever becomes of its gradient."""
+MOST_BETWEEN = 16
+"""Nodes between the scores and their log-sum-exp."""
+
+
+def leading_to_sums(
+    lift: Lift, found: Found, node: Node, readers: Sequence[Node], way: set[Node], sums: dict[Node, LogSum]
+) -> bool:
+    """Whether all that `readers` of a node want of the scores is their log-sum-exp: it is added to `sums`, and the
+    nodes before it to `way`."""
+    own = log_sum(lift, found, node)
+    if own is not None:
+        sums[node] = own
+        return True
+    between: set[Node] = set()
+    queue = list(readers)
+    while queue:
+        n = queue.pop()
+        if n in between or n in sums:
+            continue
+        between.add(n)
+        if (whole := log_sum(lift, found, n)) is not None:
+            sums[n] = whole
+        elif not n.users or written_arguments(n) or len(between) > MOST_BETWEEN:
+            return False
+        else:
+            queue += n.users
+    way |= between
+    return True
+
+
+def with_readers(
+    sums: dict[Node, LogSum], interior: Iterable[Node], shared: Container[Node]
+) -> tuple[LogSum, ...]:  # fmt: skip
+    """Each log-sum-exp with what reads it outside."""
+    inside = set(interior)
+    readers = {n: tuple(u for u in n.users if u not in inside and u not in shared) for n in sums}
+    return tuple(replace(s, readers=readers[n]) for n, s in sums.items() if readers[n])
+
+
+def check_shifts(interior: Iterable[Node], sums: Iterable[LogSum]) -> None:
+    """m + log sum exp(S - m) has no gradient by m, as long as m is detached in both places or in none."""
+    inside = {*interior, *(s.node for s in sums if learns(s.node))}
+    ends = {s.node for s in sums if learns(s.node)}
+    for m in (n for n in inside if op_name(n) in MAXIMA):
+        whole = reach([m], lambda n: inside.intersection(n.users))
+        open_ = reach([m], lambda n: {u for u in inside.intersection(n.users) if not cut(u)}) if not cut(m) else set()
+        if open_ & ends and any(map(cut, whole)):
+            raise Decline("the maximum is detached in one place of the log-sum-exp and not in the other", m,
+                          "detach it in both, or use torch.logsumexp")  # fmt: skip
