@@ -17,7 +17,9 @@ from rich.console import Console, ConsoleOptions, RenderResult
 from rich.padding import Padding
 from rich.text import Text
 
+from fusecomp.equations import Equations
 from fusecomp.errors import OptionError
+from fusecomp.planning.candidate import Launch
 from fusecomp.planning.device import Device, current, find
 from fusecomp.planning.plan import DECODE_KEYS, DECODE_ROWS, rows
 from fusecomp.planning.ranking import Line, Ranking, rank, rank_backward
@@ -110,6 +112,15 @@ class Tiles:
             "backward": {r.kernel.replace(" ", "_"): [x.to_dict() for x in r.lines] for r in self.rankings[1:]},
             "notes": list(self.notes),
         }
+
+    def equations(self) -> Equations:
+        """Every equation behind the taken tile of the first kernel, with its value."""
+        first, w = self.rankings[0], self.workload
+        launch = Launch(w.region, w.sizes, self.device, first.kernel == "decode")
+        known = {**launch.inputs(first.taken.tile), **launch.quantities(first.taken.tile)}
+        t = first.taken.tile
+        head = f"{first.kernel}, {t.block_m} x {t.block_n}, {t.warps} warps, {t.stages} stages, on {self.device.name}"
+        return Equations(first.kernel, known, (head, _words(w.sizes)))
 
     def plot(self, path: str | Path) -> None:
         """Draw the Br x Bc map and the roofline into a .png, .svg or .pdf file. Needs matplotlib."""

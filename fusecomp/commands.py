@@ -10,6 +10,8 @@ import typer
 from rich.console import Console
 
 from fusecomp import calculator
+from fusecomp.equations import Bounds, Equations
+from fusecomp.errors import OptionError
 
 Json = Annotated[bool, typer.Option("--json", help="print JSON")]
 
@@ -21,7 +23,7 @@ class Answer(Protocol):
 
 
 def tiles(
-    n: Annotated[int, typer.Option(help="keys (the context)")],
+    n: Annotated[int | None, typer.Option(help="keys (the context)")] = None,
     d: Annotated[int, typer.Option(help="head size of Q and K")] = 128,
     dtype: Annotated[str, typer.Option(help="bf16, fp16, fp32 or tf32")] = "bf16",
     device: Annotated[str | None, typer.Option(help="h100, l4 ... or a .toml file; default: the GPU, or h200")] = None,
@@ -45,30 +47,38 @@ def tiles(
     plot: Annotated[
         str | None, typer.Option(help="draw the Br x Bc map and the roofline: plan.png, .svg, .pdf")
     ] = None,
+    equations: Annotated[
+        bool, typer.Option("--equations", help="print every equation behind the prediction; with --n, its value")
+    ] = False,
     every: Annotated[bool, typer.Option("--all", help="list every tile, not the first dozen")] = False,
     as_json: Json = False,
 ) -> None:
     """Choose Br x Bc, warps and stages for attention of given sizes, and say why not another tile."""
+    if n is None and equations:
+        return _say(Equations("decode" if decode else "forward"), as_json)
     answer = calculator.tiles(
-        n, d, dtype, device, causal=causal, heads=heads, batch=batch, kv_heads=kv_heads, dv=dv, m=m, window=window,
-        softcap=softcap, bias=bias, budget=budget, page_size=page_size, decode=decode, backward=backward,
+        _given(n), d, dtype, device, causal=causal, heads=heads, batch=batch, kv_heads=kv_heads, dv=dv, m=m,
+        window=window, softcap=softcap, bias=bias, budget=budget, page_size=page_size, decode=decode, backward=backward,
     )  # fmt: skip
     if plot is not None:
         answer.plot(plot)
-    _say(replace(answer, rows=None) if every else answer, as_json)
+    if equations:
+        return _say(answer.equations(), as_json)
+    return _say(replace(answer, rows=None) if every else answer, as_json)
 
 
 def io(
-    n: Annotated[int, typer.Option(help="keys and queries of one head")],
+    n: Annotated[int | None, typer.Option(help="keys and queries of one head")] = None,
     d: Annotated[int, typer.Option(help="head size")] = 128,
     sram: Annotated[
         str, typer.Option(help="on-chip memory of one program: 25000 elements, or bytes as 100KB (K = 1024)")
     ] = "25000",
     dtype: Annotated[str, typer.Option(help="of the elements: fp32, bf16 ...")] = "fp32",
+    symbolic: Annotated[bool, typer.Option("--symbolic", help="print the equations, with what they mean")] = False,
     as_json: Json = False,
 ) -> None:
     """Compare what one head moves when its scores are stored with the bound for tiles, N^2 d^2 / M."""
-    _say(calculator.io(n, d, sram, dtype), as_json)
+    _say(Bounds() if symbolic else calculator.io(_given(n), d, sram, dtype), as_json)
 
 
 def kv(
@@ -85,6 +95,12 @@ def kv(
 ) -> None:
     """Compare a key-value cache that reserves whole contexts with one in blocks."""
     _say(calculator.kv(layers, hidden, tokens, dtype, block, max_context, memory), as_json)
+
+
+def _given(n: int | None) -> int:
+    if n is None:
+        raise OptionError("give the number of keys: --n 4096")
+    return n
 
 
 def _say(answer: Answer, as_json: bool) -> None:

@@ -12,6 +12,7 @@ FOLDER = Path(__file__).parent / "golden" / "cli"
 COMMANDS = {
     "tiles_tight": "tiles --n 4096 --d 256 --device a100-40 --heads 8 --budget 40KB",
     "io_chapter": "io --n 1024 --d 64 --sram 25000",
+    "io_symbolic": "io --symbolic",
     "io_document": "io --n 18000 --d 128 --sram 100KB",
     "kv_chapter": "kv --layers 40 --hidden 5120 --dtype fp16 --block 16 --tokens 90 --max-context 2048",
     "kv_memory": "kv --layers 32 --hidden 1024 --dtype bf16 --tokens 3000 --max-context 131072 --memory 40GB",

@@ -8,11 +8,13 @@ from collections.abc import Callable
 
 import golden_cli
 import pytest
+import sympy
 
 import fusecomp
 from fusecomp import cli
+from fusecomp.equations import Bounds
 from fusecomp.errors import FusecompError
-from fusecomp.planning import units
+from fusecomp.planning import page, textbook, units
 
 Call = Callable[..., tuple[int, str, str]]
 
@@ -151,6 +153,9 @@ COMMANDS = (
     "tiles --n 8192 --decode --page-size 32 --device mi300x",
     "tiles --n 8192 --d 64 --causal --backward --device a100-40",
     "io --n 1024 --d 64 --sram 25000",
+    "io --symbolic",
+    "tiles --equations",
+    "tiles --n 65536 --decode --equations --device l40s",
     "kv --layers 40 --hidden 5120 --dtype fp16 --block 16 --tokens 90 --max-context 2048",
     "kv --layers 40 --hidden 5120 --tokens 90 --context 2048",
 )
@@ -166,6 +171,48 @@ def test_commands_print_and_give_json(call: Call, command: str) -> None:
     assert json.loads(out)
 
 
+# Equations
+
+
+@pytest.mark.parametrize("kernel", page.ROOTS)
+def test_every_symbol_is_explained(kernel: str) -> None:
+    """A new symbol takes a row in planning/glossary.py, or, if it is fitted, a comment beside its number."""
+    assert page.untold(kernel) == set()
+    assert all(s.meaning and s.source for s in page.symbols(kernel))
+    assert all(s.unit for s in page.symbols(kernel) if s.name in page.GLOSSARY)
+
+
+@pytest.mark.parametrize("decode", [False, True])
+def test_equations_come_to_what_the_table_says(decode: bool) -> None:
+    answer = fusecomp.tiles(8192, decode=decode, device="h200")
+    cost, shown = answer.best.cost, answer.equations().to_dict()
+    values = {e["name"]: e["value"] for p in shown["pages"] for e in p["equations"]}
+    assert cost is not None
+    found = values["smem"], round(values["registers"]), values["hbm"], values["flops"], values["seconds"]
+    assert found == pytest.approx((cost.smem_bytes, cost.registers, cost.hbm_bytes, cost.flops, cost.seconds))
+    assert None not in values.values()
+
+
+def test_equations_are_those_of_the_source() -> None:
+    shown = str(fusecomp.tiles(4096, device="h200").equations())
+    for part in (
+        "q_tile = WIDTH * BLOCK_M * D = ",
+        "programs on one multiprocessor",
+        "rows rows of a tile of Q, Br",
+        "From the device table",
+        "HBM_RATE 4.4e+12 B/s",
+        "Fitted on generated kernels",
+    ):
+        assert part in " ".join(shown.split())
+    assert max(map(len, shown.splitlines())) <= 100
+
+
+def test_the_bound_is_symbolic_and_doubles_at_half_the_memory() -> None:
+    rows = {row["name"]: row["equation"] for row in Bounds().to_dict()["equations"]}
+    assert (rows["tiled"], rows["tiled at M / 2"]) == ("N^2*d^2/M", "2*N^2*d^2/M")
+    assert sympy.simplify(textbook.HALVED / textbook.FLASH) == 2
+
+
 # Mistakes
 
 WRONG = {
@@ -176,6 +223,8 @@ WRONG = {
     "tiles --n 64 --budget 25k": "bytes are written 98304, 96KB or 0.2MiB (K = 1024); got '25k'",
     "tiles --n 64 --budget -5": "got '-5'",
     "tiles --n 64 --budget 0": "a size must be at least 1 B; got '0'",
+    "tiles --d 64": "give the number of keys: --n 4096",
+    "io --d 64": "give the number of keys: --n 4096",
     "tiles --n 0": "n must be at least 1, not 0",
     "tiles --n -4": "n must be at least 1, not -4",
     "tiles --n 64 --d 0": "d must be at least 1",

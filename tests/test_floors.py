@@ -31,6 +31,7 @@ FLOORS = {
     "fusecomp.target": 7,
     "fusecomp.calculator": 6,
     "fusecomp.tables": 6,
+    "fusecomp.equations": 6,
     "fusecomp.plot": 6,
     "fusecomp.commands": 7,
     "fusecomp.show": 7,

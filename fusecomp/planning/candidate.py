@@ -35,23 +35,25 @@ class Launch:
 
     def quantities(self, tile: Tile) -> dict[str, float]:
         """Every quantity of `cost.QUANTITIES` for one tile."""
+        return evaluate(self.inputs(tile))
+
+    def inputs(self, tile: Tile) -> dict[str, float]:
+        """A number for each symbol."""
         made = compiler(tile, self.known, self.device)
         visited, tested = self.visits(max(1, tile.block_m // tile.pack), tile.block_n)
-        return evaluate(
-            {
-                **self.fixed,
-                "BLOCK_M": tile.block_m,
-                "BLOCK_N": tile.block_n,
-                "WARPS": tile.warps,
-                "STAGES": tile.stages,
-                "PACK": tile.pack,
-                "DESC": int(tile.loads == "descriptor"),
-                "TILES": visited,
-                "TESTED": tested,
-                **made,
-                "MMA_SHARE": _share(tile, made, self.device),
-            }
-        )
+        return {
+            **self.fixed,
+            "BLOCK_M": tile.block_m,
+            "BLOCK_N": tile.block_n,
+            "WARPS": tile.warps,
+            "STAGES": tile.stages,
+            "PACK": tile.pack,
+            "DESC": int(tile.loads == "descriptor"),
+            "TILES": visited,
+            "TESTED": tested,
+            **made,
+            "MMA_SHARE": _share(tile, made, self.device),
+        }
 
     def _of_lengths(self) -> dict[str, float]:
         loaded = [elements(x, self.sizes) * WIDTH.get(x.dtype, 1) for x in self.known.loads]
