@@ -22,7 +22,7 @@ from fusecomp.planning.device import named
 from fusecomp.planning.ranking import Ranking, rank_plan
 from fusecomp.planning.tile import Cost, TilePlan
 from fusecomp.planning.units import seconds, size
-from fusecomp.tables import COLUMNS, considered
+from fusecomp.tables import considered
 
 WIDTH = 110
 """Columns of `str(report)`."""
@@ -181,7 +181,7 @@ class Report:
             yield Text()
             yield _heading(group)
             yield Padding(_table(group[0].rows()), (0, 0, 0, 4))
-            if (tiles := group[0].tiles()) is not None and options.max_width >= COLUMNS:
+            if (tiles := group[0].tiles()) is not None and options.max_width >= 80:
                 yield Padding(considered(tiles, ROWS), (1, 0, 0, 4))
 
 

@@ -6,9 +6,10 @@ Everything fits in 100 columns and reads the same with no terminal: what colour 
 from __future__ import annotations
 
 import io
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 
-from rich.console import Console, Group, RenderableType
+from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
 from rich.table import Table
 from rich.text import Text
 
@@ -16,8 +17,8 @@ from fusecomp.planning.ranking import Line, Ranking
 from fusecomp.planning.tile import Cost
 from fusecomp.planning.units import held, seconds, size
 
-COLUMNS = 100
-"""Of text that is printed to no terminal."""
+COLUMNS, NARROW = 100, 96
+"""Columns of text that is printed to no terminal; where there are fewer, a table says less."""
 LOADS = {"pointer": "pointer", "descriptor": "TMA"}
 """How K and V come: element by element, or as whole tiles by the unit that copies them."""
 
@@ -31,15 +32,23 @@ def printed(*parts: RenderableType, width: int = COLUMNS) -> str:
     return "\n".join(line.rstrip() for line in lines)
 
 
-def tile_table(ranking: Ranking, rows: int | None = None) -> Table:
+def tile_table(ranking: Ranking, rows: int | None = None) -> RenderableType:
     """The first `rows` tiles of a ranking (None: all), the taken one first and in bold green."""
-    shown = ranking.lines[:rows]
-    table = Table(box=None, header_style="bold", padding=(0, 1), collapse_padding=True, pad_edge=False)
-    for name, left in _columns(shown):
-        table.add_column(name, justify="left" if left else "right", no_wrap=name != "why", overflow="fold")
-    for line in shown:
-        table.add_row(*_cells(line, shown), style=_style(line))
-    return table
+    return _TileTable(ranking.lines[:rows])
+
+
+@dataclass(frozen=True)
+class _TileTable:
+    shown: Sequence[Line]
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        columns = list(_columns(self.shown, options.max_width < NARROW))
+        table = Table(box=None, header_style="bold", padding=(0, 1), collapse_padding=True, pad_edge=False)
+        for name, left, _ in columns:
+            table.add_column(name, justify="left" if left else "right", no_wrap=name != "why", overflow="fold")
+        for line in self.shown:
+            table.add_row(*(cell(line) for _, _, cell in columns), style=_style(line))
+        yield table
 
 
 def considered(ranking: Ranking, rows: int) -> RenderableType:
@@ -59,39 +68,25 @@ def _style(line: Line) -> str:
     return "bold green" if line.taken else "" if line.fits else "dim"
 
 
-def _columns(shown: Sequence[Line]) -> Iterator[tuple[str, bool]]:
-    """(name, whether it is text)."""
-    yield "", True
-    yield "Br x Bc", False
-    yield "warps", False
-    yield "stages", False
-    if _differ(shown):
-        yield "K, V by", True
-    yield "SRAM", False
-    if _predicted(shown):
-        yield from (("regs", False), ("HBM (unfused)", False), ("time", False))
-    yield "why", True
+def _columns(shown: Sequence[Line], narrow: bool) -> Iterator[tuple[str, bool, Callable[[Line], str]]]:
+    """(name, whether it is text, what it says of a line)."""
+    yield "", True, lambda x: "*" if x.taken else ""
+    yield "Br x Bc", False, lambda x: f"{x.tile.block_m} x {x.tile.block_n}"
+    yield "warps", False, lambda x: str(x.tile.warps)
+    yield "stages", False, lambda x: str(x.tile.stages)
+    if len({x.tile.loads for x in shown}) > 1:
+        yield "K, V by", True, lambda x: LOADS[x.tile.loads]
+    yield "SRAM", False, lambda x: held(x.smem_bytes)
+    if all(x.cost is not None for x in shown):
+        yield "regs", False, _of_cost(lambda c: str(c.registers))
+        moved = _of_cost(lambda c: size(c.hbm_bytes) + ("" if narrow else f" ({_fraction(c)})"))
+        yield "HBM" if narrow else "HBM (unfused)", False, moved
+        yield "time", False, _of_cost(lambda c: seconds(c.seconds))
+    yield "why", True, lambda x: x.why
 
 
-def _differ(shown: Sequence[Line]) -> bool:
-    return len({line.tile.loads for line in shown}) > 1
-
-
-def _predicted(shown: Sequence[Line]) -> bool:
-    return all(line.cost is not None for line in shown)
-
-
-def _cells(line: Line, shown: Sequence[Line]) -> Iterator[str]:
-    t, c = line.tile, line.cost
-    yield "*" if line.taken else ""
-    yield f"{t.block_m} x {t.block_n}"
-    yield from (str(t.warps), str(t.stages))
-    if _differ(shown):
-        yield LOADS[t.loads]
-    yield held(line.smem_bytes)
-    if c is not None:
-        yield from (str(c.registers), f"{size(c.hbm_bytes)} ({_fraction(c)})", seconds(c.seconds))
-    yield line.why
+def _of_cost(say: Callable[[Cost], str]) -> Callable[[Line], str]:
+    return lambda line: say(line.cost) if line.cost is not None else ""
 
 
 def _fraction(cost: Cost) -> str:

@@ -14,7 +14,7 @@ from fusecomp.planning import units
 
 DTYPES = {name: dtype for name, dtype in units.DTYPES.items() if dtype in ("bfloat16", "float16", "float32")}
 """What Q, K and V may be, under the names that people use. "tf32" is float32 data with tf32 products."""
-LONGEST = 1 << 26
+LONGEST = 1 << 24
 """Keys or queries, at most: a plan looks at every query tile."""
 
 
