@@ -165,6 +165,7 @@ def query_gradient(frame: GradientFrame) -> tuple[str, list[str]]:
         "full_tile": queries.full_tile(frame),
         "edge_loop": edge_loop(frame),
         "edge_tile": queries.edge_tile(frame),
+        "rescue": queries.rescue(frame),
         "store": queries.store(frame),
     }
     return finished(frame, QUERY_GRADIENT, "query_gradient", holes)
@@ -186,6 +187,7 @@ def key_gradients(frame: GradientFrame) -> tuple[str, list[str]]:
         "full_tile": keys.full_tile(frame),
         "edge_loop": ranges.edge_loop(frame),
         "edge_tile": keys.edge_tile(frame),
+        "rescue": keys.rescue(frame),
         "store_sums": keys.store_sums(frame),
         "store": memory.store(frame),
     }
@@ -213,6 +215,7 @@ def pair_gradient(frame: GradientFrame, leaf: Leaf) -> tuple[str, list[str]]:
         "begin": pairs.begin(frame),
         "end": pairs.end(frame),
         "tile": pairs.tile(frame, leaf),
+        "rescue": pairs.rescue(frame, leaf),
         "store": pairs.store(frame, leaf),
     }
     if not walked:

@@ -13,8 +13,8 @@ from fusecomp.ir.region import Access, AttentionRegion
 def require_gradients(frame: GradientFrame) -> None:
     """Raise KernelError with the reason where no backward kernel is exact."""
     region = frame.region
-    if region.filled_score is not None:
-        raise KernelError("no backward kernel: rows that see no key average over all of them")
+    if frame.rescue is not None and places(frame.rescue) != places(frame):
+        raise KernelError("no backward kernel: rows that see no key read other things that learn than the rest do")
     if frame.addressed.tiles or frame.addressed.hoisted:
         raise KernelError("no backward kernel: keys are found through a table")
     for p in region.products:
@@ -26,6 +26,11 @@ def require_gradients(frame: GradientFrame) -> None:
         for b in accesses[i + 1 :]:
             if a.operand == b.operand and not _disjoint(a, b):
                 raise KernelError(f"no backward kernel: {a} and {b} may be the same element")
+
+
+def places(frame: GradientFrame) -> list[tuple[str, Expr, str]]:
+    """Where a pass reads what learns."""
+    return [(leaf.name, leaf.load, leaf.source) for leaf in frame.leaves]
 
 
 def _disjoint(a: Access, b: Access) -> bool:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from fusecomp.codegen.base2 import Exponent, exponent
-from fusecomp.codegen.cheaper import cheaper
+from fusecomp.codegen.cheaper import cheaper, times
 from fusecomp.codegen.derivative import ONE, derivative, factored
 from fusecomp.codegen.frame import Frame, merged
 from fusecomp.codegen.printer import Names
@@ -53,6 +53,22 @@ class GradientFrame(Frame):
 
     learned: frozenset[str] = frozenset()
     """The tensors that gradients are wanted of, beside Q, K and V."""
+    beside: GradientFrame | None = None
+    """Of a pass over the rows that see no key: the frame of the pass over the others."""
+
+    @cached_property
+    def rescue(self) -> GradientFrame | None:
+        """The pass over rows that see no key: the filled scores, of every key, without a mask."""
+        filled = self.region.filled_score
+        if filled is None:
+            return None
+        region = replace(self.region, score=filled, keep=(), filled_score=None)
+        return GradientFrame(region, self.plan, True, self.learned, self)
+
+    @property
+    def twice(self) -> bool:
+        """Whether there are two passes, into the same sums."""
+        return self.rescue is not None or self.beside is not None
 
     @cached_property
     def raw(self) -> Expr:
@@ -83,7 +99,7 @@ class GradientFrame(Frame):
         for x, source, e in sorted(found, key=lambda f: order.index(f[0].tensor)):
             assert e is not None
             before = sum(leaf.load.tensor == x.tensor for leaf in leaves)
-            rest, factor = factored(derivative(e, x))
+            rest, factor = self._factored(derivative(e, x))
             rest = self.shared(rest) if source == "score" else rest
             leaves.append(Leaf(f"{x.tensor}_{before}" if before else x.tensor, x, source, rest, factor))
         return tuple(leaves)
@@ -119,16 +135,22 @@ class GradientFrame(Frame):
     @cached_property
     def exponent(self) -> Exponent:
         found = exponent(self.shared(self.raw), self.moving)
-        return Exponent(self.shared(self.raw), 1.0, True) if exponent(self.score, self.moving).natural else found
+        natural = self.twice or exponent(self.score, self.moving).natural
+        return Exponent(self.shared(self.raw), 1.0, True) if natural else found
 
     @cached_property
     def derivative(self) -> dict[int, tuple[Expr, float]]:
         """(rest, factor) of dS/dscore_t."""
         found = {}
         for t in self.terms:
-            rest, factor = factored(derivative(self.raw, Score(t)))
+            rest, factor = self._factored(derivative(self.raw, Score(t)))
             found[t] = self.shared(rest), factor
         return found
+
+    def _factored(self, e: Expr) -> tuple[Expr, float]:
+        """(rest, factor) with e = factor * rest; the sums of two passes have no factor in common."""
+        rest, factor = factored(e)
+        return (rest, factor) if not self.twice else (times(rest, factor), 1.0)
 
     @cached_property
     def names_d_logit(self) -> bool:
@@ -145,15 +167,21 @@ class GradientFrame(Frame):
 
     @cached_property
     def element(self) -> Values:
-        """What S, its derivative, the mask and the weight read."""
+        """What S, its derivative, the mask, the weight and the sink read, in both passes."""
+        if self.beside is not None:
+            return self.beside.element
+        second = self.rescue.elements if self.rescue is not None else []
+        return element_values([*self.elements, *second], self.kv_idx.name)
+
+    @property
+    def elements(self) -> list[Expr]:
+        """What one pass computes."""
         bounds = [x.edge for found in (self.reach, self.rows_reach) for x in (*found.lower, *found.upper)]
         inner = [self.shared(x, i) for i, (_, x) in enumerate(self.inner)]
         rests = [rest for rest, _ in self.derivative.values()]
         leaves = [leaf.rest for leaf in self.leaves]
         factors = [e for e in (self.weight, self.sink) if e is not None]
-        return element_values(
-            [self.exponent.score, *inner, *rests, *leaves, *bounds, *self.region.keep, *factors], self.kv_idx.name
-        )
+        return [self.exponent.score, *inner, *rests, *leaves, *bounds, *self.region.keep, *factors]
 
     @cached_property
     def tile_names(self) -> Names:
@@ -163,7 +191,7 @@ class GradientFrame(Frame):
     @cached_property
     def may_be_empty(self) -> bool:
         """Whether some row may see no key."""
-        return self.region.sink is None and replace_skeleton(self).needs_pivot
+        return not self.twice and self.region.sink is None and replace_skeleton(self).needs_pivot
 
     # ------------------------------------------------------------------------------------------------------------
     # Keys: the axes that dK and dV have, and those they sum over

@@ -11,7 +11,9 @@ from fusecomp.codegen.backward_memory import query_loads, query_values
 from fusecomp.codegen.backward_queries import read_by_tile
 from fusecomp.codegen.backward_tile import (
     accumulated,
+    deltas,
     leaf_gradient,
+    log_sums,
     mask,
     probabilities,
     products_of,
@@ -27,9 +29,12 @@ from fusecomp.codegen.backward_tile import (
 from fusecomp.codegen.frame import Chunk
 from fusecomp.codegen.philox import fours, kept
 from fusecomp.codegen.printer import triton_text
+from fusecomp.codegen.tile import indented
 from fusecomp.ir.expr import Expr, Var, parts
 
 Lines = list[str]
+ROWS = "first_row + q_start + m"
+"""Where lse and delta hold a tile's queries."""
 
 
 # ----------------------------------------------------------------------------------------------------------------
@@ -157,8 +162,24 @@ def edge_tile(frame: GradientFrame) -> Lines:
     return _tile(frame, [x.term for x in (*found.lower, *found.upper)] + list(found.loose), edge=True)
 
 
-def _tile(frame: GradientFrame, tests: list[Expr], edge: bool) -> Lines:
-    """dV += (weight P)^T dO;  dK_t += dscore_t^T Q_t."""
+def rescue(frame: GradientFrame) -> Lines:
+    """The queries that see no key, which see these too."""
+    again = frame.rescue
+    if again is None:
+        return []
+    size = triton_text(frame.q_idx.size, frame.names)
+    return [
+        "# Queries that see no key, or only keys near the fill, take part in every key",
+        f"for q_start in range(0, {size}, BLOCK_M):",
+        f"    live = q_start + m < {size}",
+        *indented(log_sums(again, ROWS, "live")),
+        '    if tl.min(lse) < float("inf"):',
+        *indented(_tile(again, [], edge=True, known=deltas(ROWS, "live")), 8),
+    ]
+
+
+def _tile(frame: GradientFrame, tests: list[Expr], edge: bool, known: Lines | None = None) -> Lines:
+    """dV += (weight P)^T dO;  dK_t += dscore_t^T Q_t. `known`: what is left to read where lse was read before."""
     shape = "[BLOCK_N, BLOCK_M]"
     wanted = {x for e in read_by_tile(frame, tests) for x in parts(e)}
     values = query_values(frame, edge)
@@ -167,7 +188,7 @@ def _tile(frame: GradientFrame, tests: list[Expr], edge: bool) -> Lines:
         "query = tl.cast(q_start, tl.int64)",
         "q_idx = q_start + m[None, :]",
         "q_pos = q_idx.to(tl.float32)",
-        *([f"live = q_start + m < {triton_text(frame.q_idx.size, frame.names)}"] if edge else []),
+        *([f"live = q_start + m < {triton_text(frame.q_idx.size, frame.names)}"] if edge and known is None else []),
         *query_loads(frame, edge, "q"),
         *products_of(frame, "{1}", "tl.trans({0})", shape),
         "",
@@ -175,7 +196,7 @@ def _tile(frame: GradientFrame, tests: list[Expr], edge: bool) -> Lines:
         *kept(frame, wanted, "q_start + m[:, None]"),
         *scores(frame),
         *mask(frame, tests, {}),
-        *row_values(frame, "first_row + q_start + m", "live" if edge else ""),
+        *(known or row_values(frame, ROWS, "live" if edge else "")),
         *probabilities(frame, "[None, :]"),
         *weights(frame),
         "",

@@ -12,10 +12,10 @@ from fusecomp.codegen.address import Address, address, at_tile, sum_text
 from fusecomp.codegen.backward_frame import GradientFrame, Leaf
 from fusecomp.codegen.backward_keys import axis_size, outer
 from fusecomp.codegen.backward_queries import edge_tests, score_gradient
-from fusecomp.codegen.backward_tile import leaf_gradient, rounded, scaled_by
+from fusecomp.codegen.backward_tile import leaf_gradient, log_sums, rounded, scaled_by
 from fusecomp.codegen.memory import row_base
 from fusecomp.codegen.printer import triton_text
-from fusecomp.codegen.tile import places
+from fusecomp.codegen.tile import indented, places
 from fusecomp.ir.expr import Const, Expr, Var, variables
 from fusecomp.ir.region import AttentionRegion
 
@@ -93,8 +93,27 @@ def end(frame: GradientFrame) -> str:
 
 def tile(frame: GradientFrame, leaf: Leaf) -> Lines:
     """sum += g."""
-    body = [*score_gradient(frame, edge_tests(frame), edge=True), f"{leaf.name}_sum += {leaf_gradient(frame, leaf)}"]
+    return _tile(frame, leaf, edge_tests(frame))
+
+
+def _tile(frame: GradientFrame, leaf: Leaf, tests: list[Expr]) -> Lines:
+    body = [*score_gradient(frame, tests, edge=True), f"{leaf.name}_sum += {leaf_gradient(frame, leaf)}"]
     return [*places(frame, "\n".join(body)), *body]
+
+
+def rescue(frame: GradientFrame, leaf: Leaf) -> Lines:
+    """The queries that see no key, which see these too."""
+    again = frame.rescue
+    twin = next((x for x in again.leaves if x.load == leaf.load and x.source == leaf.source), None) if again else None
+    if again is None or twin is None:
+        return []
+    return [
+        "# Queries that see no key, or only keys near the fill, take part in every key",
+        *log_sums(again, "rows", ""),
+        'last = tl.where(tl.min(lse) < float("inf"), k_first + BLOCK_N, k_first)',
+        "for k_start in range(k_first, last, BLOCK_N):",
+        *indented(_tile(again, twin, [])),
+    ]
 
 
 def store(frame: GradientFrame, leaf: Leaf) -> Lines:

@@ -7,6 +7,7 @@ from fusecomp.codegen.backward_frame import GradientFrame
 from fusecomp.codegen.backward_tile import (
     accumulated,
     leaf_gradient,
+    log_sums,
     mask,
     probabilities,
     products_of,
@@ -25,7 +26,7 @@ from fusecomp.codegen.memory import element_loads, key_loads, output_index, row_
 from fusecomp.codegen.philox import kept
 from fusecomp.codegen.printer import show, triton_text
 from fusecomp.codegen.program import stored_rows
-from fusecomp.codegen.tile import places
+from fusecomp.codegen.tile import indented, places
 from fusecomp.ir.expr import Expr, Var
 from fusecomp.ir.primitives import PLUS
 
@@ -113,6 +114,21 @@ def full_tile(frame: GradientFrame) -> Lines:
 def edge_tile(frame: GradientFrame) -> Lines:
     """A tile that a bound, or the end of the keys, cuts."""
     return _tile(frame, edge_tests(frame), edge=True)
+
+
+def rescue(frame: GradientFrame) -> Lines:
+    """The rows that see no key, over every key."""
+    again = frame.rescue
+    if again is None:
+        return []
+    size = triton_text(frame.kv_idx.size, frame.names)
+    return [
+        "# Rows that see no key, or only keys near the fill, take part in every key",
+        *log_sums(again, "rows", ""),
+        f'last = tl.where(tl.min(lse) < float("inf"), {size}, 0)',
+        "for k_start in range(0, last, BLOCK_N):",
+        *indented(_tile(again, [], edge=True)),
+    ]
 
 
 def edge_tests(frame: GradientFrame) -> list[Expr]:

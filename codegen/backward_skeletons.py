@@ -74,6 +74,8 @@ def «name»(
     «edge_loop»
         «edge_tile»
 
+    «rescue»
+
     «store»
 """
 
@@ -105,6 +107,8 @@ _QUERIES = """\
     «edge_loop»
         «edge_tile»
 
+    «rescue»
+
     «store_sums»
 """
 
@@ -119,6 +123,8 @@ _PAIRS = """\
     «key_range»
     for k_start in range(«begin», «end», BLOCK_N):
         «tile»
+
+    «rescue»
 
 """
 

@@ -44,19 +44,42 @@ def mask(frame: GradientFrame, tests: Sequence[Expr], names: dict[Expr, str]) ->
 
 
 def row_values(frame: GradientFrame, where: str, tests: str) -> Lines:
-    """lse and delta of the queries, lse in the unit of the exponent; infinite where a row takes no part. Where it was
-    saved in two, it is the maximum, and log_sum is what lies above."""
+    """lse and delta of the queries."""
+    return [*log_sums(frame, where, tests), *deltas(where, tests)]
+
+
+def deltas(where: str, tests: str) -> Lines:
+    zero = f", mask={tests}, other=0.0" if tests else ""
+    return [f"delta = tl.load(delta_ptr + {where}{zero})"]
+
+
+def log_sums(frame: GradientFrame, where: str, tests: str) -> Lines:
+    """lse of the queries in the unit of the exponent; infinite where a row takes no part. Where it was saved in two, it
+    is the maximum, and log_sum is what lies above."""
     gone, zero = (f', mask={tests}, other=float("inf")', f", mask={tests}, other=0.0") if tests else ("", "")
     natural = frame.exponent.natural
     place = f"({where})" if " " in where else where
     unit, at = ("", f"2 * {place}") if natural else (" * LOG2E", where)
-    empty = 'lse = tl.where(lse == float("-inf"), float("inf"), lse)  # a row that saw no key takes no part'
     return [
         f"lse = tl.load(lse_ptr + {at}{gone}){unit}",
         *([f"log_sum = tl.load(lse_ptr + {at} + 1{zero}) * LOG2E"] if natural else []),
-        *([empty] if frame.may_be_empty else []),
-        f"delta = tl.load(delta_ptr + {where}{zero})",
+        *taking_part(frame),
     ]
+
+
+def taking_part(frame: GradientFrame) -> Lines:
+    """lse = inf in rows that take no part in this pass: P = exp(S - lse) = 0."""
+    if frame.beside is not None:
+        return [f'lse = tl.where({unseen(frame)}, lse, float("inf"))']
+    if frame.rescue is not None:
+        return [f'lse = tl.where({unseen(frame)}, float("inf"), lse)  # a row that sees no key has its turn below']
+    empty = 'lse = tl.where(lse == float("-inf"), float("inf"), lse)  # a row that saw no key takes no part'
+    return [empty] if frame.may_be_empty else []
+
+
+def unseen(frame: GradientFrame) -> str:
+    """Of a row: that it sees no key, or only keys near the fill."""
+    return f"lse <= {literal(frame.region.rescue_below)}"
 
 
 def probabilities(frame: GradientFrame, rows: str) -> Lines:

@@ -99,10 +99,10 @@ RESERVED = frozenset({
     "units", "rows", "split", "splits", "share", "shares", "part", "inside", "request", "requests", "free", "place",
     "programs", "tiles", "keys", "first", "grid", "kv", "kv_idx", "kv_pos", "key", "live",
     "score", "p", "acc", "row_max", "row_sum", "new_max", "pivot", "rescale", "edge", "k_begin", "k_end", "full_begin",
-    "full_end", "out", "lse", "lse_row", "lse_rows", "sizes", "tensors", "torch", "triton", "tl", "attention",
-    "combine", "log_sum", "maxima", "unseen", "multiprocessors", "key_range", "tiles_of", "unit", "place_of",
-    "share_of", "in_rows", "scratch", "states", "tile_states", "list_tiles", "list_visits", "larger", "other",
-    "next_tile", "k_tiles", "seen", "full", "four", "random", "keeps", "kept_tile",
+    "full_end", "out", "lse", "lse_max", "lse_row", "lse_rows", "sizes", "tensors", "torch", "triton", "tl",
+    "attention", "combine", "log_sum", "maxima", "unseen", "multiprocessors", "key_range", "tiles_of", "unit",
+    "place_of", "share_of", "in_rows", "scratch", "states", "tile_states", "list_tiles", "list_visits", "larger",
+    "other", "next_tile", "k_tiles", "seen", "full", "four", "random", "keeps", "kept_tile",
 })  # fmt: skip
 """What the skeletons call their own variables."""
 
@@ -127,7 +127,7 @@ def kernel_key(region: AttentionRegion, plan: TilePlan, saves_lse: bool = False)
 
 def prefill(frame: Frame, saves_lse: bool = False) -> tuple[str, list[str]]:
     """(kernel, launcher) where one program walks the keys of one query tile."""
-    holes = {**common(frame), "program": batch_axes(frame), "state": state(frame), "rescue": rescue(frame)}
+    holes = {**common(frame), "program": batch_axes(frame), "state": state(frame), "rescue": rescue(frame, saves_lse)}
     holes["store"] = [*(store_lse(frame) if saves_lse else []), *store(frame)]
     full_begin = "full_begin" if frame.k_begin != "0" or frame.tabled else "0"
     kernel, params = finished(frame, PREFILL, "attention", {**holes, "full_begin": full_begin})

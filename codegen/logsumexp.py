@@ -2,12 +2,12 @@
 
 Float32 [batch axes, M], contiguous, in natural units; -inf where a query saw no key, NaN where a score was NaN. Where
 scores may hold a fill, such as finfo.min, [batch axes, M, 2]: the maximum, and log sum exp(S - maximum), which a sum of
-the two would lose.
+the two would lose. A maximum up to `rescue_below` says that the row took part in every key.
 """
 
 from __future__ import annotations
 
-from fusecomp.codegen.base2 import exponent
+from fusecomp.codegen.base2 import Exponent, exponent
 from fusecomp.codegen.frame import Frame, merged
 from fusecomp.codegen.printer import triton_text
 from fusecomp.codegen.program import factor, stored_rows
@@ -21,14 +21,19 @@ Lines = list[str]
 
 def require_lse(frame: Frame) -> None:
     """Raise KernelError where the kernel does not hold the sum of a row when it ends."""
-    if frame.filled is not None:
+    if frame.filled is not None and (frame.plan.skeleton == "decode" or frame.region.lse):
         raise KernelError("rows that see no key average over all of them: no log-sum-exp describes them exactly")
 
 
 def saved(region: AttentionRegion) -> tuple[int, ...]:
     """The dimensions of what is saved after [batch axes, M]."""
     moving = frozenset(v.name for v in (region.q_idx, region.kv_idx, region.dv, *(p.d for p in region.products)))
-    return (2,) if exponent(merged(region.score), moving).natural else ()
+    return (2,) if region.filled_score is not None or exponent(merged(region.score), moving).natural else ()
+
+
+def natural_max(e: Exponent) -> str:
+    """The row maximum in natural units."""
+    return "row_max" if e.natural else "row_max / LOG2E"
 
 
 def store_lse(frame: Frame) -> Lines:
@@ -36,11 +41,12 @@ def store_lse(frame: Frame) -> Lines:
     head = f"(outer * PACK + {frame.member.name})" if frame.member else "outer"
     lines = [f"lse_rows = {head} * {triton_text(frame.q_idx.size, frame.names)} + q_start + q_row"]
     stored = stored_rows(frame)
-    if frame.exponent.natural:
+    if saved(frame.region):
+        top = "lse_max" if frame.filled else "row_max"
         return [
             *lines,
             "log_sum = tl.log(tl.where(row_sum == 0.0, 1.0, row_sum))",
-            f"tl.store(lse_ptr + 2 * lse_rows, row_max[:, None], mask={stored})",
+            f"tl.store(lse_ptr + 2 * lse_rows, {top}[:, None], mask={stored})",
             f"tl.store(lse_ptr + 2 * lse_rows + 1, log_sum[:, None], mask={stored})",
         ]
     value = "(row_max + tl.log2(row_sum)) / LOG2E"

@@ -10,6 +10,7 @@ from fusecomp.codegen.base2 import LOG2E, Exponent
 from fusecomp.codegen.cheaper import cheaper
 from fusecomp.codegen.descriptors import described_keys, described_values, descriptors
 from fusecomp.codegen.frame import Frame, may_be_minus_inf, merged, score_name
+from fusecomp.codegen.logsumexp import natural_max
 from fusecomp.codegen.memory import element_loads, key_loads, row_loads, value_loads
 from fusecomp.codegen.philox import kept
 from fusecomp.codegen.printer import literal, show, triton_dtype, triton_text
@@ -162,22 +163,26 @@ def unseen_below(frame: Frame) -> str:
     return literal(frame.region.rescue_below * (1.0 if frame.exponent.natural else LOG2E))
 
 
-def rescue(frame: Frame) -> Lines:
+def rescue(frame: Frame, saves_lse: bool = False) -> Lines:
     """Rows whose largest live score is at most rescue_below: softmax of the filled scores, over every key."""
     if frame.filled is None:
         return []
+    before = [f"lse_max = {natural_max(frame.exponent)}"] if saves_lse else []
+    after = [f"    lse_max = tl.where(unseen, {natural_max(frame.filled)}, lse_max)"] if saves_lse else []
     size = triton_text(frame.kv_idx.size, frame.names)
     accs = [c.name("acc") for c in frame.dv_chunks]
     every = Frame(frame.region, frame.plan, every_key=True)
     return [
         "# Rows that see no key, or only keys near the fill, take part in every key",
         f"unseen = row_max <= {unseen_below(frame)}",
+        *before,
         "if tl.max(unseen.to(tl.int32), axis=0) > 0:",
         f"    seen_sum, {', '.join(f'seen_{a}' for a in accs)} = row_sum, {', '.join(accs)}",
         *indented(state(every)),
         *indented(descriptors(every)),
         f"    for k_start in range(0, {size}, BLOCK_N):",
         *indented(visit(every, frame.filled, [], edge=True, pivot=True), 8),
+        *after,
         "    row_sum = tl.where(unseen, row_sum, seen_sum)",
         *(f"    {a} = tl.where(unseen[:, None], {a}, seen_{a})" for a in accs),
     ]

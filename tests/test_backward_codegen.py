@@ -193,9 +193,8 @@ def assert_derivative(e: Expr, x: Tensor, env: object) -> None:
 
 
 def test_no_kernel_where_it_would_not_be_exact() -> None:
-    for reason, region in {"average": by_name("dead_row_mean").region, "table": paged()}.items():
-        with pytest.raises(KernelError, match=reason):
-            emit_backward(region, small(region))
+    with pytest.raises(KernelError, match="table"):
+        emit_backward(paged(), small(paged()))
     same = replace(REGIONS["plain"], v=Access("k", (*REGIONS["plain"].v.index[:-1], REGIONS["plain"].dv)))
     with pytest.raises(KernelError, match="same element"):
         emit_backward(same, small(same))
