@@ -7,14 +7,13 @@ from collections.abc import Iterable
 from fusecomp.codegen.address import Address, address, at_tile, sum_text
 from fusecomp.codegen.frame import Chunk, Frame
 from fusecomp.codegen.pages import KEY, looked_up, paged_address
-from fusecomp.codegen.printer import Names, triton_dtype, triton_text
+from fusecomp.codegen.printer import HALF, Names, triton_dtype, triton_text
 from fusecomp.errors import KernelError
 from fusecomp.ir.expr import Expr, Load, Var, parts, variables
 from fusecomp.ir.poly import Poly
 from fusecomp.ir.region import Access
 
 Lines = list[str]
-HALF = ("float16", "bfloat16", "float8_e4m3fn", "float8_e5m2")
 
 
 def fixed_loads(frame: Frame) -> Lines:

@@ -16,6 +16,8 @@ BIT_AND, BIT_XOR, BIT_OR, TEST = 5, 6, 7, 8
 LEVEL = {"and": BIT_AND, "xor": BIT_XOR, "or": BIT_OR, "not": UNARY, "where": ATOM, "tanh": PLUS, "isnan": TEST}
 TEMPLATES = {"tanh": "2.0 * tl.sigmoid(2.0 * {0}) - 1.0", "isnan": "{0} != {0}"}
 """Triton texts without the parentheses that the table's, which know no context, need."""
+HALF = ("float16", "bfloat16", "float8_e4m3fn", "float8_e5m2")
+"""What is computed with in float32."""
 FLOAT_MAX = 3.4028234663852886e38
 
 DTYPES = {
@@ -127,15 +129,16 @@ def _is_sum(x: Expr) -> bool:
 
 def _cast(x: Expr, dtype: str, names: Names) -> str:
     """Rounding to `dtype`; what is rounded to half precision is then kept in float32."""
-    exact = kind(x) == "int" and dtype == "float32"
-    body, level = as_float(x, names) if kind(x) == "int" else show(x, names)
+    whole = kind(x) == "int"
+    exact = whole and dtype == "float32"
+    plain = show(x, names)
+    body, level = as_float(x, names) if whole else plain
     if dtype == "bool":
         return f"({body} != 0)"
+    through = ".to(tl.float32)" if whole and dtype in HALF and (body, level) == plain else ""
     body = body if level == ATOM else f"({body})"
     if exact and variables(x) & {v.name for v in names.floats if isinstance(v, Var)} and _is_sum(x):
         return body
     if names.torch:
-        kept = ".float()" if dtype in ("float16", "bfloat16", "float8_e4m3fn", "float8_e5m2") else ""
-        return f"{body}.to(torch.{dtype}){kept}"
-    back = ".to(tl.float32)" if dtype in ("float16", "bfloat16", "float8_e4m3fn", "float8_e5m2") else ""
-    return f"{body}.to({triton_dtype(dtype)}){back}"
+        return f"{body}.to(torch.{dtype}){'.float()' if dtype in HALF else ''}"
+    return f"{body}{through}.to({triton_dtype(dtype)}){'.to(tl.float32)' if dtype in HALF else ''}"

@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from fusecomp.errors import CaptureError, FusecompError, VerificationError
 from fusecomp.graph.capture import capture, may_hold_attention, without_dead_code
-from fusecomp.graph.facts import Place, op_name, place, word
+from fusecomp.graph.facts import Place, place, word
 from fusecomp.graph.learning import mark, records
 from fusecomp.patterns.attention import Declined, recognise
 from fusecomp.patterns.build import Match
@@ -163,10 +163,7 @@ LOST = "it is trained in half precision, where a row that sees no key has anothe
 
 def loses_gradient(match: Match) -> bool:
     """Whether eager's gradient may not be the region's: a score lost in a fill that is added still receives one."""
-    region = match.region
-    half = region.pv_dtype in ("float16", "bfloat16")
-    adds = any(op_name(n) in ("add", "add_", "sub", "sub_", "baddbmm") for n in match.interior)
-    return half and adds and region.filled_score is not None and bool(match.learned)
+    return match.absorbs and match.region.filled_score is not None and bool(match.learned)
 
 
 TRAINING = "it is trained, and recomputing its gradient block by block is slower than eager's"

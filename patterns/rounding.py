@@ -17,6 +17,8 @@ from fusecomp.patterns.lift import Lift
 HALF = ("float16", "bfloat16")
 LOST_IN = -6e4
 """Added to this in half precision, whose numbers lie 32 apart here, a score is lost."""
+LOST_ANYWHERE = -1e30
+"""Added to this it is lost in any precision: nothing need be said of the value, and its gradient is the sum's."""
 WHOLE = {"bfloat16": 2**8, "float16": 2**11}
 """Up to here every integer is a number of that dtype."""
 WRAPS = {"uint8": (0, 2**8), "int8": (2**7, 2**8), "int16": (2**15, 2**16)}
@@ -72,15 +74,18 @@ def wrapped(e: Expr, to: str) -> Expr:
 def absorbed(lift: Lift, a: Expr, b: Expr, to: str) -> Expr | None:
     """x + (c ? 0 : F) = c ? x : F in half precision for very negative F: what a row without a live key holds.
 
-    What may be that negative only at run time is asked: m <= F ? m : x + m.
+    What may be that negative only at run time is asked: m <= F ? m : x + m. Autograd, which knows nothing of this,
+    passes a gradient on to x: `lift.absorbs` says so.
     """
     if to not in HALF:
         return None
     for x, m in ((a, b), (b, a)):
         match m:
-            case Apply("where", (c, Const(0 | 0.0), Const(float() as f))) if f <= LOST_IN:
+            case Apply("where", (c, Const(0 | 0.0), Const(float() as f))) if LOST_ANYWHERE < f <= LOST_IN:
+                lift.absorbs |= lift.holds_score(x)
                 return apply("where", c, x, const(f))
-            case Apply("where", (c, Const(float() as f), Const(0 | 0.0))) if f <= LOST_IN:
+            case Apply("where", (c, Const(float() as f), Const(0 | 0.0))) if LOST_ANYWHERE < f <= LOST_IN:
+                lift.absorbs |= lift.holds_score(x)
                 return apply("where", c, const(f), x)
     for x, m in ((a, b), (b, a)):
         if to == "float16" and lift.holds_score(x) and not lift.holds_score(m) and may_absorb(m):

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fusecomp.errors import VerificationError
 from fusecomp.ir import data
-from fusecomp.ir.expr import Apply, Const, Expr, Load, kind, parts
+from fusecomp.ir.expr import Apply, Cast, Const, Expr, Load, kind, parts
 from fusecomp.ir.reference import bind, evaluate_expr
 from fusecomp.ir.region import AttentionRegion, loads_of
 from fusecomp.running.subgraph import concrete
@@ -32,11 +32,12 @@ def draw(
     """One random tensor per operand. Integers reach from 0 to N, or less far where they index a tensor and would leave
     it. Raises VerificationError where no such integers are found."""
     names = [o.name for o in region.operands]
-    compared = dict(compared_with(region))
+    compared, truths = dict(compared_with(region)), frozenset(complemented(region))
     reach = dict.fromkeys(names, max([*sizes.values(), 2]) + 1)
     while True:
         generator = torch.Generator(device=device).manual_seed(seed)
         tensors = [_draw(e, reach[n], compared.get(n), generator, device) for n, e in zip(names, examples, strict=True)]
+        tensors = [truth(x, generator) if n in truths else x for n, x in zip(names, tensors, strict=True)]
         wild = leaving(region, tensors, sizes)
         if not wild:
             return hidden(region, tensors)
@@ -67,6 +68,13 @@ def _fill(span: int, dtype: torch.dtype, reach: int, generator: torch.Generator,
     return torch.randint(0, reach, (span,), **options).to(dtype)
 
 
+def truth(x: Tensor, generator: torch.Generator) -> Tensor:
+    """0 or 1 in the place of each element of x."""
+    own = x.as_strided((1 + sum((n - 1) * s for n, s in zip(x.shape, x.stride(), strict=True)),), (1,))
+    own.copy_(torch.rand(own.shape, generator=generator, device=x.device) >= MASKED)
+    return x
+
+
 def hidden(region: AttentionRegion, tensors: list[Tensor]) -> list[Tensor]:
     """The same with whole blocks of the masks alike, so that tiles that are skipped, or read no mask, are drawn too."""
     added = {x.tensor for x in data.added(region)}
@@ -89,6 +97,15 @@ def compared_with(region: AttentionRegion) -> Iterator[tuple[str, float]]:
                     yield tensor, value
                 case Apply("eq" | "ne", (Const(value), Load(tensor))):
                     yield tensor, value
+
+
+def complemented(region: AttentionRegion) -> Iterator[str]:
+    """The operands x of which 1 - x is taken: they hold truth values, and the rest is times a fill."""
+    for e in region.expressions():
+        for x in parts(e):
+            match x:
+                case Apply("sub", (Const(1 | 1.0), Load(tensor) | Cast(Load(tensor)))):
+                    yield tensor
 
 
 def leaving(region: AttentionRegion, tensors: Sequence[Tensor], sizes: Mapping[str, int]) -> set[str]:
