@@ -151,8 +151,9 @@ class Tiles:
         if best is not None:
             yield Text(f"\nHBM {size(best.hbm_bytes)}; unfused, with its scores stored, {size(best.unfused_hbm_bytes)}")
         if ranking.shares > 1:
-            keys = -(-self.workload.n // ranking.shares)
-            yield Text(f"split-KV: {ranking.shares} shares of about {keys:,} keys a KV head, combined afterwards")
+            keys, pack = -(-self.workload.n // ranking.shares), ranking.taken.tile.pack
+            together = f"; its {pack} query heads share a tile" if pack > 1 else ""
+            yield Text(f"split-KV: {ranking.shares} shares of about {keys:,} keys a KV head, combined after{together}")
 
 
 def _described(device: Device) -> str:
@@ -209,7 +210,7 @@ def _traffic_rows(t: Traffic) -> list[tuple[str, ...]]:
 
 
 def _counted(elements: float, width: int) -> tuple[str, str]:
-    return f"{elements:,.0f} elements", size(elements * width)
+    return f"{elements:,.0f} elements", size(elements * width, 4)
 
 
 def _tile(t: Traffic) -> str:

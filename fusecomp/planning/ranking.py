@@ -57,15 +57,21 @@ class Ranking:
 
 
 def rank(
-    region: AttentionRegion, sizes: Mapping[str, int], device: Device, ranked: Sequence[Row], budget: int
+    region: AttentionRegion,
+    sizes: Mapping[str, int],
+    device: Device,
+    ranked: Sequence[Row],
+    budget: int,
+    but: str = "a tie to the planner",
 ) -> Ranking:
-    """Rows of `plan.rows`, the first of which is taken, explained; `budget` in B of shared memory."""
+    """Rows of `plan.rows`, the first of which is taken, explained; `budget` in B of shared memory. `but`: why one that
+    is faster is not taken."""
     kind = ranked[0].skeleton
     launch = Launch(region, sizes, device, kind == "decode")
     best = launch.quantities(ranked[0].tile)
     cost = ranked[0].cost
     taken = Line(ranked[0].tile, cost, cost.smem_bytes, True, True, f"taken: bound by {cost.bound}")
-    lines = [_loser(row, launch, best, budget) for row in ranked[1:]]
+    lines = [_loser(row, launch, best, budget, but) for row in ranked[1:]]
     return Ranking("decode" if kind == "decode" else "forward", (taken, *lines), int(best["splits"]))
 
 
@@ -79,7 +85,8 @@ def rank_plan(region: AttentionRegion, sizes: Mapping[str, int], device: Device,
         return None
     own = Tile(plan.block_m, plan.block_n, plan.warps, plan.stages, plan.pack, plan.loads)
     taken = next((row for row in ranked if row.tile == own), Row(own, plan.skeleton, plan.cost, ""))
-    return rank(region, sizes, device, [taken, *(row for row in ranked if row.tile != own)], device.smem_bytes)
+    others = [row for row in ranked if row.tile != own]
+    return rank(region, sizes, device, [taken, *others], device.smem_bytes, "not at rounded lengths")
 
 
 def rank_backward(region: AttentionRegion, device: Device, budget: int) -> tuple[Ranking, Ranking]:
@@ -97,9 +104,9 @@ def _chosen(plan: TilePlan, known: Facts, device: Device) -> Ranking:
     return Ranking(plan.skeleton.replace("_", " "), (Line(tile, None, held, True, True, "taken: known to be good"),))
 
 
-def _loser(row: Row, launch: Launch, best: Mapping[str, float], budget: int) -> Line:
+def _loser(row: Row, launch: Launch, best: Mapping[str, float], budget: int, but: str) -> Line:
     fits = not row.reason.startswith("needs")
-    why = _slower(launch.quantities(row.tile), best) if fits else _too_large(row.cost, launch.device, budget)
+    why = _slower(launch.quantities(row.tile), best, but) if fits else _too_large(row.cost, launch.device, budget)
     return Line(row.tile, row.cost, row.cost.smem_bytes, False, fits, why)
 
 
@@ -109,11 +116,11 @@ def _too_large(cost: Cost, device: Device, budget: int) -> str:
     return f"spills: {cost.registers} registers of {device.registers_per_thread}"
 
 
-def _slower(q: Mapping[str, float], best: Mapping[str, float]) -> str:
+def _slower(q: Mapping[str, float], best: Mapping[str, float], but: str) -> str:
     """ "8.5 % slower: shared memory +40 %": the pipe that is busy for the most seconds more."""
     share = q["seconds"] / best["seconds"] - 1
     if share <= TIE:
-        return f"as fast within {TIE:.0%}" if share >= -TIE else f"{-share:.1%} faster, at these lengths alone"
+        return f"as fast within {TIE:.0%}" if share >= -TIE else f"{-share:.1%} faster: {but}"
     much = f"{share:.1%} slower" if share < 1 else f"{share + 1:.1f}x the time"
     return much + _blame(q, best)
 

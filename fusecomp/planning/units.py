@@ -52,13 +52,13 @@ def element(dtype: str) -> tuple[str, int]:
     return name, WIDTHS[name]
 
 
-def size(count: float) -> str:
+def size(count: float, digits: int = 3) -> str:
     """Bytes moved: "1.5 MB"; powers of 1000, as memory bandwidth is quoted."""
     for unit in ("B", "kB", "MB", "GB"):
         if abs(count) < 1000:
-            return f"{count:.3g} {unit}"
+            return f"{count:.{digits}g} {unit}"
         count /= 1000
-    return f"{count:.3g} TB"
+    return f"{count:.{digits}g} TB"
 
 
 def held(count: float) -> str:
