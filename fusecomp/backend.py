@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -36,7 +37,15 @@ def fusecomp(
     Raises OptionError for an option that does not exist; anything else only under `strict`.
     """
     chosen = Options.parse(options, mode)
-    return inner_backend(chosen)(rewritten(gm, placeholder_values(gm), chosen), example_inputs)
+    with unheard():
+        module = rewritten(gm, placeholder_values(gm), chosen)
+    return inner_backend(chosen)(module, example_inputs)
+
+
+def unheard() -> AbstractContextManager[object]:
+    """The caller may be told what autograd saves, as inside an activation checkpoint: not of what compiling saves."""
+    top = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    return nullcontext() if top is None else torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t)
 
 
 def inner_backend(options: Options) -> Callable[[GraphModule, Sequence[Any]], Callable[..., Any]]:

@@ -56,9 +56,10 @@ class Match:
 
     @property
     def learned(self) -> frozenset[str]:
-        """The operands whose gradient will be asked for."""
+        """The operands whose gradient will be asked for: none under no_grad."""
         pairs = zip(self.region.operands, self.inputs, strict=True)
-        return frozenset(o.name for o, n in pairs if learns(n) and n.meta["val"].is_floating_point())
+        wanted = (o.name for o, n in pairs if learns(n) and n.meta["val"].is_floating_point())
+        return frozenset(wanted) if records(self.output) else frozenset()
 
 
 def build(lift: Lift, found: Found, anchor: Node, shared: Container[Node] = ()) -> Match:
