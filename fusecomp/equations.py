@@ -42,8 +42,9 @@ class Equations:
         held = self.to_dict()
         yield from map(Text, self.head)
         for one in held["pages"]:
-            yield Text(f"\n{one['title']}", "bold")
-            yield from _page(one["equations"])
+            if one["equations"]:
+                yield Text(f"\n{one['title']}", "bold")
+                yield from _page(one["equations"])
         for source, rows in groupby(held["symbols"], key=lambda s: s["source"]):
             yield Text(f"\nFrom {source}" if source.startswith("the ") else f"\n{source}", "bold")
             yield Padding(_symbols(rows), (0, 0, 0, 2))

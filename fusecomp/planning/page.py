@@ -90,8 +90,54 @@ def untold(kernel: str) -> set[str]:
 
 @lru_cache(maxsize=8)
 def pages(kernel: str) -> tuple[Page, ...]:
-    """The pages of a kernel, first what others are written in."""
-    return tuple(map(_page, _modules(kernel)))
+    """The pages of a kernel, first what others are written in; of those, what is used."""
+    modules = _modules(kernel)
+    wanted = _wanted(modules)
+    return tuple(replace(_page(m), equations=tuple(_kept(_page(m), wanted[m]))) for m in modules)
+
+
+def _kept(read: Page, wanted: set[str]) -> Iterator[Equation]:
+    """The wanted equations; a paragraph goes with the first of them that follows it."""
+    prose = ""
+    for equation in read.equations:
+        prose = equation.prose or prose
+        if equation.name in wanted:
+            yield replace(equation, prose=prose)
+            prose = ""
+
+
+def _wanted(modules: list[ModuleType]) -> dict[ModuleType, set[str]]:
+    """What the last module says, with the tables of others that it takes whole, and what that is written in."""
+    named = {m: {e.name: e for e in _page(m).equations} for m in modules}
+    tables = [id(t) for t in vars(modules[-1]).values() if isinstance(t, dict)]
+    whole = [m for m in modules if any(id(t) in tables for t in vars(m).values() if _is_table(t))]
+    wanted: dict[ModuleType, set[str]] = {m: set() for m in modules}
+    ahead = [(m, name) for m in {*whole, modules[-1]} for name in named[m]]
+    while ahead:
+        module, name = ahead.pop()
+        if name not in wanted[module]:
+            wanted[module].add(name)
+            ahead += _mentioned(named[module][name], module, named)
+    return wanted
+
+
+def _is_table(value: Any) -> bool:
+    """Whether it is {name: (expression, unit)}."""
+    rows = list(value.values()) if isinstance(value, dict) else []
+    return bool(rows) and all(isinstance(r, tuple) and isinstance(r[0], sympy.Basic) for r in rows)
+
+
+def _mentioned(
+    equation: Equation, module: ModuleType, named: Mapping[ModuleType, Mapping[str, Equation]]
+) -> Iterator[tuple[ModuleType, str]]:
+    """The equations that one is written in: by name, or by the symbol of their result."""
+    for word in re.findall(r"[A-Za-z_]\w*", equation.text):
+        value = getattr(module, word, None)
+        result = isinstance(value, sympy.Symbol)
+        name = str(value) if result else word
+        homes = [m for m in named if name in named[m] and (result or getattr(m, name, None) is value)]
+        if isinstance(value, sympy.Basic) and homes:
+            yield (homes[-1] if result else module if module in homes else homes[0]), name
 
 
 def _modules(kernel: str) -> list[ModuleType]:
@@ -202,10 +248,10 @@ def _used(kernel: str) -> dict[str, str]:
 
 def _valued(page: Page, module: ModuleType, known: Mapping[str, float] | None) -> Iterator[Equation]:
     """The page's equations, with the value of each."""
-    held = [(e, _expression(module, e.name)) for e in page.equations]
     if known is None:
         yield from page.equations
         return
+    held = [(e, _expression(module, e.name)) for e in page.equations]
     names = sorted({str(s) for _, x in held for s in x.free_symbols})
     with sympy.evaluate(False):
         run = sympy.lambdify(names, [x for _, x in held], modules="math", cse=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -16,6 +16,7 @@ from fusecomp.planning.plan import TIE, Row, rows
 from fusecomp.planning.tile import Cost, Tile, TilePlan
 from fusecomp.planning.units import held
 
+Quantities = Callable[[Tile], Mapping[str, float]]
 PIPES = {"mma_s": "tensor cores", "element_s": "exp, FMA", "smem_s": "shared memory"}
 WAITS = "waits"
 """What a slower tile may have more of, in a word or two."""
@@ -68,11 +69,22 @@ def rank(
     is faster is not taken."""
     kind = ranked[0].skeleton
     launch = Launch(region, sizes, device, kind == "decode")
-    best = launch.quantities(ranked[0].tile)
-    cost = ranked[0].cost
-    taken = Line(ranked[0].tile, cost, cost.smem_bytes, True, True, f"taken: bound by {cost.bound}")
-    lines = [_loser(row, launch, best, budget, but) for row in ranked[1:]]
-    return Ranking("decode" if kind == "decode" else "forward", (taken, *lines), int(best["splits"]))
+    return explained("decode" if kind == "decode" else "forward", ranked, launch.quantities, device, budget, but)
+
+
+def explained(
+    kernel: str, ranked: Sequence[Row], quantities: Quantities, device: Device, budget: int, but: str
+) -> Ranking:
+    """Rows of any kernel, whose equations give `quantities` of a tile."""
+    first, *others = ranked
+    best = quantities(first.tile)
+    taken = Line(first.tile, first.cost, first.cost.smem_bytes, True, True, f"taken: bound by {first.cost.bound}")
+    lines = []
+    for row in others:
+        fits = not row.reason.startswith("needs")
+        why = _slower(quantities(row.tile), best, but) if fits else _too_large(row.cost, device, budget)
+        lines.append(Line(row.tile, row.cost, row.cost.smem_bytes, False, fits, why))
+    return Ranking(kernel, (taken, *lines), int(best.get("splits", 1)))
 
 
 def rank_plan(region: AttentionRegion, sizes: Mapping[str, int], device: Device, plan: TilePlan) -> Ranking | None:
@@ -102,12 +114,6 @@ def _chosen(plan: TilePlan, known: Facts, device: Device) -> Ranking:
     tile = Tile(plan.block_m, plan.block_n, plan.warps, plan.stages, plan.pack, plan.loads)
     held = smem(plan.skeleton, tile, known, device)
     return Ranking(plan.skeleton.replace("_", " "), (Line(tile, None, held, True, True, "taken: known to be good"),))
-
-
-def _loser(row: Row, launch: Launch, best: Mapping[str, float], budget: int, but: str) -> Line:
-    fits = not row.reason.startswith("needs")
-    why = _slower(launch.quantities(row.tile), best, but) if fits else _too_large(row.cost, launch.device, budget)
-    return Line(row.tile, row.cost, row.cost.smem_bytes, False, fits, why)
 
 
 def _too_large(cost: Cost, device: Device, budget: int) -> str:
