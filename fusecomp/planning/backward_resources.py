@@ -20,7 +20,7 @@ from sympy import Piecewise
 
 from fusecomp.planning.device import Device
 from fusecomp.planning.facts import Facts
-from fusecomp.planning.resources import instruction
+from fusecomp.planning.resources import TENSOR_COLUMNS, columns, instruction
 from fusecomp.planning.symbols import *
 from fusecomp.planning.tile import Tile
 
@@ -76,7 +76,7 @@ QUERIES: dict[str, tuple[Any, Any]] = {
         STAGES * (first + second) + drawn,
     ),
     "tcgen05": (
-        first + Max(second, loaded),
+        first + Max(second, Min(2 * vector, loaded)),
         STAGES * second
         + Piecewise((2 * first, TURNED > 0), ((STAGES + 1) * first + WIDTH * MOVING * D_EARLY, True))
         + Piecewise((BYTES * pairs, pairs <= 8 * threads), (0, True)),
@@ -105,7 +105,7 @@ KEYS: dict[str, tuple[Any, Any]] = {
     "tcgen05": (
         first + Max(second + TURNED * Max(first, second), drawn, loaded),
         Piecewise(
-            (3 * (first + second), TURNED > 0),
+            (3 * (first + second) + drawn, TURNED > 0),
             (
                 (STAGES + 1) * (first + second)
                 + WIDTH * MOVING * (D_EARLY + DV_EARLY)
@@ -124,6 +124,19 @@ def smem(kernel: str, tile: Tile, known: Facts, device: Device) -> int:
     unit = instruction(known, device, int(values["FIXED"]), tile.warps)
     page = _page(kernel, unit)
     return int(page(values))
+
+
+def in_tensor_memory(kernel: str, tile: Tile, known: Facts, device: Device) -> bool:
+    """Whether tensor memory has the sums, the scores and dP of each part of D and Dv, and dS, for keys P too."""
+    values = _values(kernel, tile, known, device)
+    rows, moving = int(values["FIXED"]), int(values["MOVING"])
+    if instruction(known, device, rows, tile.warps) != "tcgen05":
+        return True
+    products = sum(map(len, known.d_chunks)) + len(known.dv_chunks)
+    of_queries = kernel == "query_gradient"
+    sums = known.wide if of_queries else known.wide + known.wide_v
+    operands = 1 if of_queries or tile.stages < 2 else 2
+    return columns(rows, sums, moving, products, operands, known.width) <= TENSOR_COLUMNS
 
 
 class _Page:

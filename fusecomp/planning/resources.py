@@ -43,9 +43,9 @@ p_tile = WIDTH * pairs
 
 # Threads exchange a tensor in as many parts as both layouts keep apart in a thread's own registers. A tile whose rows
 # a thread loads 16 B at a time goes over in parts of 16 B a thread (`vector`); what is read at each pair, 32 elements a
-# thread; float32 scores to the layout of what is read there, in PARTS.
+# thread, to the rows of tensor memory 32 B; float32 scores to the layout of what is read there, in PARTS.
 vector = 16 * threads
-loaded = Min(LOAD * pairs, 32 * LOAD * threads)
+loaded = Min(LOAD * pairs, 32 * threads * (TCGEN05 + (1 - TCGEN05) * LOAD))
 scored = Min(1, LOAD) * 4 * pairs / PARTS
 drawn = DRAWS * pairs * (1 - TCGEN05) * (1 - DOT)  # a byte a pair: kept or dropped, from the generator's layout
 # P passes to the warps that need it: where they share the columns of a tile, or threads multiply by themselves; beside
@@ -123,5 +123,26 @@ def _parts(tile: Tile, width: int) -> int:
     """In how many parts float32 scores go from the layout of a product to that of loads of `width` bytes a pair."""
     own = tile.block_m * tile.block_n // (32 * tile.warps)  # a thread's
     together = min(16 // max(1, width), own)  # columns that a thread loads at once
-    apart = own >= 8 and 2 * together < tile.block_n
+    apart = own >= 8 and tile.block_n >= 32 and (2 * together < tile.block_n or own >= 2 * together)
     return (2 if apart else 1) * (2 if apart and width == 1 and own >= 16 and tile.block_n >= 64 else 1)
+
+
+TENSOR_COLUMNS = 512
+"""Of tensor memory, each of 128 lanes of 4 B; a program can have no more."""
+
+
+def in_tensor_memory(tile: Tile, known: Facts, device: Device) -> bool:
+    """Whether tensor memory has what the forward kernel keeps there: O, the scores of each part of D, P."""
+    if instruction(known, device, tile.block_m, tile.warps) != "tcgen05":
+        return True
+    scores = sum(map(len, known.d_chunks))
+    return columns(tile.block_m, known.wide_v, tile.block_n, scores, 1, known.width) <= TENSOR_COLUMNS
+
+
+def columns(rows: int, sums: int, moving: int, products: int, operands: int, width: int) -> float:
+    """Columns of tensor memory: float32 sums, `products` tiles of `moving` columns, `operands` of them made P again.
+
+    Two tensors of 64 rows lie above each other, the last P perhaps alone."""
+    operand = moving * width / 4
+    every = sums + products * moving + operands * operand
+    return every if rows > 64 else every / 2 + operand
