@@ -24,7 +24,7 @@ from fusecomp.errors import PlanError
 from fusecomp.ir.algebra import draws
 from fusecomp.ir.expr import Expr, Load, parts, variables
 from fusecomp.ir.region import AttentionRegion, extent
-from fusecomp.planning.backward_resources import smem
+from fusecomp.planning.backward_resources import fits, smem
 from fusecomp.planning.chunks import chunks
 from fusecomp.planning.device import Device, find
 from fusecomp.planning.facts import facts
@@ -79,8 +79,8 @@ def candidates(region: AttentionRegion, moves: str, device: Device) -> Iterator[
         tile = Tile(block_m, block_n, warps, stages)
         fixed, sums = (block_m, known.wide) if moves == "keys" else (block_n, known.wide + known.wide_v)
         registers = (fixed * sums + 3 * block_m * block_n) / (32 * warps)
-        fits = registers <= REGISTERS and smem(kernel, tile, known, device) <= device.smem_bytes
-        if fits and (warps == 4 or block_m * block_n >= 64 * 32):
+        run = registers <= REGISTERS and fits(kernel, tile, known, device)
+        if run and (warps == 4 or block_m * block_n >= 64 * 32):
             yield _plan(region, tile, kernel, device)
 
 
@@ -95,16 +95,18 @@ def pair_plan(keys: TilePlan) -> TilePlan:
 
 
 def _fitting(region: AttentionRegion, kernel: str, t: Tile, device: Device) -> Tile:
-    """Fewer stages, then half the tile, until what lies in shared memory fits."""
+    """Fewer stages, then half the tile, until what lies in shared memory and in tensor memory fits."""
     known = facts(region)
-    while (needed := smem(kernel, t, known, device)) > device.smem_bytes:
+    while not fits(kernel, t, known, device):
         if t.stages > 1:
             t = replace(t, stages=t.stages - 1)
         elif max(t.block_m, t.block_n) > 16:
             t = replace(t, block_m=max(16, t.block_m // 2), block_n=max(16, t.block_n // 2), stages=2)
         else:
-            smallest = f"the smallest tile of {kernel}, {t.block_m}x{t.block_n} in {t.stages} stage, needs {needed} B"
-            raise PlanError(f"nothing fits in {device.smem_bytes} B of shared memory: {smallest}")
+            needed = f"{t.block_m}x{t.block_n} in {t.stages} stage, needs {smem(kernel, t, known, device)} B"
+            raise PlanError(
+                f"nothing fits in {device.smem_bytes} B of shared memory: the smallest tile of {kernel}, {needed}"
+            )
     return t
 
 

@@ -20,7 +20,7 @@ from sympy import Piecewise
 
 from fusecomp.planning.device import Device
 from fusecomp.planning.facts import Facts
-from fusecomp.planning.resources import TENSOR_COLUMNS, columns, instruction
+from fusecomp.planning.resources import TENSOR_COLUMNS, columns, drawn_bytes, instruction, triton_release
 from fusecomp.planning.symbols import *
 from fusecomp.planning.tile import Tile
 
@@ -35,7 +35,7 @@ fixed = WIDTH * FIXED * (D + DV)
 first, second = WIDTH * MOVING * D, WIDTH * MOVING * DV
 shared = CROSSES * WIDTH * pairs
 drawing = Min(1, DRAWS)
-drawn = drawing * pairs  # a byte a pair: kept or dropped
+drawn = drawing * DRAWN * pairs
 vector = 16 * threads
 # dQ's walk goes along the rows of a bias: 16 B a thread. The other's goes across them: an element a thread, copied
 # ahead (cp.async) if it has 4 B; narrower ones go through registers.
@@ -126,6 +126,11 @@ def smem(kernel: str, tile: Tile, known: Facts, device: Device) -> int:
     return int(page(values))
 
 
+def fits(kernel: str, tile: Tile, known: Facts, device: Device) -> bool:
+    """Whether a program of `kernel` can be launched at all."""
+    return smem(kernel, tile, known, device) <= device.smem_bytes and in_tensor_memory(kernel, tile, known, device)
+
+
 def in_tensor_memory(kernel: str, tile: Tile, known: Facts, device: Device) -> bool:
     """Whether tensor memory has the sums, the scores and dP of each part of D and Dv, and dS, for keys P too."""
     values = _values(kernel, tile, known, device)
@@ -183,6 +188,7 @@ def _values(kernel: str, tile: Tile, known: Facts, device: Device) -> dict[str, 
         "LOAD": known.load_width,
         "BYTES": int(known.load_width == 1),
         "DRAWS": known.draws if unit != "fma" else 0,
+        "DRAWN": drawn_bytes(triton_release()),
         "CROSSES": int(unit == "fma" or (unit == "mma.sync" and rows < d[-1])),
         "TURNED": int(unit != "fma" and known.width > 2),
     }

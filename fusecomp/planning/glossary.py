@@ -59,6 +59,7 @@ GLOSSARY: dict[str, tuple[str, str, str]] = {
     "CROSSES": ("whether P passes from warp to warp through shared memory", "0 or 1", COMPILER),
     "REGROUPED": ("whether P changes threads on its way to tensor memory", "0 or 1", COMPILER),
     "BYTES": ("whether what is read for each pair has one byte", "0 or 1", COMPILER),
+    "DRAWN": ("what threads exchange of a pair's draw", "B", COMPILER),
     "PARTS": ("parts in which scores go to where a bias lies", "parts", COMPILER),
 }
 """Name as the equations write it -> (meaning, unit, source)."""

@@ -20,6 +20,7 @@ from fusecomp.planning.chunks import power
 from fusecomp.planning.cost import bound
 from fusecomp.planning.device import Device, current
 from fusecomp.planning.facts import lengths
+from fusecomp.planning.resources import in_tensor_memory
 from fusecomp.planning.tile import Cost, Rejected, Tile, TilePlan
 from fusecomp.planning.visits import visits
 from fusecomp.planning.workload import Workload
@@ -150,7 +151,9 @@ def candidates(launch: Launch, describable: bool = False) -> Iterator[Tile]:
     for block_m, block_n, warps, stages, loads in product(SIDES, SIDES, warps_of, stages_of, ways):
         fits = pack <= block_m <= tallest and (warps <= 4 or block_m * block_n >= 64 * 64)
         if fits and (loads == "pointer" or (block_m >= 64 and stages > 1)):
-            yield Tile(block_m, block_n, warps, stages, pack, loads)
+            tile = Tile(block_m, block_n, warps, stages, pack, loads)
+            if in_tensor_memory(tile, launch.known, launch.device):
+                yield tile
 
 
 def packed(group: int) -> int:

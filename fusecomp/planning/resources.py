@@ -8,6 +8,10 @@ tensor changes its layout, and packs them without loss but for alignment. The ke
 
 from __future__ import annotations
 
+import re
+from functools import lru_cache
+from importlib.metadata import PackageNotFoundError, version
+
 import sympy
 
 from fusecomp.planning.device import Device
@@ -47,7 +51,7 @@ p_tile = WIDTH * pairs
 vector = 16 * threads
 loaded = Min(LOAD * pairs, 32 * threads * (TCGEN05 + (1 - TCGEN05) * LOAD))
 scored = Min(1, LOAD) * 4 * pairs / PARTS
-drawn = DRAWS * pairs * (1 - TCGEN05) * (1 - DOT)  # a byte a pair: kept or dropped, from the generator's layout
+drawn = Min(1, DRAWS) * DRAWN * pairs * (1 - TCGEN05) * (1 - DOT)  # what was drawn, from the generator's layout
 # P passes to the warps that need it: where they share the columns of a tile, or threads multiply by themselves; beside
 # it a number a row, of each warp or for all of them. On its way to tensor memory it may change threads.
 shared = CROSSES * (p_tile + 4 * BLOCK_M * (DOT + MMA_SYNC * Max(0, WIDTH / 2 - 1) * WARPS))
@@ -107,6 +111,7 @@ def compiler(tile: Tile, known: Facts, device: Device) -> dict[str, float]:
         "CROSSES": int(unit == "fma" or (unit == "mma.sync" and tile.block_m < known.dv_chunks[-1])),
         "REGROUPED": int(unit == "tcgen05" and (known.load_width == 1 or (tile.warps > 4 and tile.block_m > 64))),
         "BYTES": int(known.load_width == 1),
+        "DRAWN": drawn_bytes(triton_release()),
         "PARTS": _parts(tile, known.load_width),
     }
 
@@ -117,6 +122,21 @@ def instruction(known: Facts, device: Device, rows: int, warps: int) -> str:
         return "fma"
     direct = {9: "wgmma", 10: "tcgen05"}.get(device.capability // 10)
     return direct if direct and rows >= 64 and warps >= 4 else "mma.sync"
+
+
+@lru_cache(maxsize=1)
+def triton_release() -> tuple[int, ...]:
+    """(3, 7); of no Triton the latest that is known, which takes most."""
+    try:
+        found = version("triton")
+    except PackageNotFoundError:
+        return (3, 9)
+    return tuple(int(n) for n in re.findall(r"\d+", found)[:2])
+
+
+def drawn_bytes(release: tuple[int, ...]) -> int:
+    """Of a pair's draw as threads exchange it: a byte, since Triton 3.8 the float32 factor that it becomes."""
+    return 4 if release >= (3, 8) else 1
 
 
 def _parts(tile: Tile, width: int) -> int:
