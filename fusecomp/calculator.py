@@ -70,7 +70,7 @@ def tiles(
     workload = Workload(
         n, d, dtype, causal, heads, batch, kv_heads, dv, m or (1 if decode else None), window, softcap, bias, page_size
     )
-    on = device if isinstance(device, Device) else find(device) if device else current()
+    on = device if isinstance(device, Device) else current() if device is None else find(device)
     allowed = on.smem_bytes if budget is None else min(number_of_bytes(budget), on.smem_bytes)
     ranked = rows(workload.region, workload.sizes, on, allowed, describable=page_size is None)
     first = rank(workload.region, workload.sizes, on, ranked, allowed)

@@ -218,6 +218,7 @@ def test_the_bound_is_symbolic_and_doubles_at_half_the_memory() -> None:
 WRONG = {
     "tiles --n 4096 --d 256 --budget 8KB": "nothing fits in 8192 B of shared memory: the smallest tile",
     "tiles --n 64 --device h1000": "unknown device 'h1000': did you mean h100",
+    "tiles --n 64 --device=": "unknown device ''",
     "tiles --n 64 --device nothing.toml": "cannot read device file nothing.toml",
     "tiles --n 64 --budget 1XB": "bytes are written 98304, 96KB or 0.2MiB (K = 1024); got '1XB'",
     "tiles --n 64 --budget 25k": "bytes are written 98304, 96KB or 0.2MiB (K = 1024); got '25k'",

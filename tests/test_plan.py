@@ -189,6 +189,9 @@ def test_rows_are_ranked_and_print() -> None:
         ({"n": 0}, "n must be at least 1"),
         ({"n": 8, "heads": -1}, "heads must be"),
         ({"n": 8, "dtype": "int8"}, "unknown dtype"),
+        ({"n": 8.0}, "n must be a whole number, not 8.0"),
+        ({"n": 8, "m": "8"}, "m must be a whole number, not '8'"),
+        ({"n": 1 << 40}, "n must be at most 16777216"),
         ({"n": 8, "heads": 6, "kv_heads": 4}, "multiple of kv_heads"),
     ],
 )

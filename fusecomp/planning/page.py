@@ -109,8 +109,8 @@ def _kept(read: Page, wanted: set[str]) -> Iterator[Equation]:
 def _wanted(modules: list[ModuleType]) -> dict[ModuleType, set[str]]:
     """What the last module says, with the tables of others that it takes whole, and what that is written in."""
     named = {m: {e.name: e for e in _page(m).equations} for m in modules}
-    tables = [id(t) for t in vars(modules[-1]).values() if isinstance(t, dict)]
-    whole = [m for m in modules if any(id(t) in tables for t in vars(m).values() if _is_table(t))]
+    tables = [t for t in vars(modules[-1]).values() if _is_table(t)]
+    whole = [next(m for m in modules if any(t is x for x in vars(m).values())) for t in tables]
     wanted: dict[ModuleType, set[str]] = {m: set() for m in modules}
     ahead = [(m, name) for m in {*whole, modules[-1]} for name in named[m]]
     while ahead:

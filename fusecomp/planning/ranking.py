@@ -17,7 +17,7 @@ from fusecomp.planning.tile import Cost, Tile, TilePlan
 from fusecomp.planning.units import held
 
 Quantities = Callable[[Tile], Mapping[str, float]]
-PIPES = {"mma_s": "tensor cores", "element_s": "exp, FMA", "smem_s": "shared memory"}
+PIPES = {"mma_s": "products", "element_s": "exp, FMA", "smem_s": "shared memory"}
 WAITS = "waits"
 """What a slower tile may have more of, in a word or two."""
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from math import inf, sqrt
+from numbers import Integral
 
 from fusecomp.errors import PlanError
 from fusecomp.ir.algebra import apply
@@ -49,10 +50,13 @@ class Workload:
         counted = ("n", "d", "heads", "batch", "kv_heads", "dv", "m", "window", "page_size")
         for name in counted:
             number = getattr(self, name)
-            if number is not None and number < 1:
-                raise PlanError(f"{name} must be at least 1, not {number}")
-            if number is not None and number > LONGEST:
-                raise PlanError(f"{name} must be at most {LONGEST}, not {number}")
+            if number is None:
+                continue
+            if not isinstance(number, Integral):
+                raise PlanError(f"{name} must be a whole number, not {number!r}")
+            if not 1 <= int(number) <= LONGEST:
+                limit = "least 1" if int(number) < 1 else f"most {LONGEST}"
+                raise PlanError(f"{name} must be at {limit}, not {number}")
         if self.softcap is not None and not (0 < self.softcap < inf):
             raise PlanError(f"softcap must be a positive number, not {self.softcap}")
         if self.dtype not in DTYPES:
