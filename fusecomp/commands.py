@@ -62,6 +62,7 @@ def tiles(
     )  # fmt: skip
     if plot is not None:
         answer.plot(plot)
+        answer = replace(answer, notes=(*answer.notes, f"Drawn into {plot}."))
     if equations:
         return _say(answer.equations(), as_json)
     return _say(replace(answer, rows=None) if every else answer, as_json)

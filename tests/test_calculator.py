@@ -87,6 +87,8 @@ def test_tiles_are_ranked_with_reasons() -> None:
     first, *others = found.to_dict()["tiles"]
     assert first["why"].startswith("taken: bound by")
     assert not any(t["taken"] for t in others)
+    assert first["reason"] == ""
+    assert any("65536 usable" in t["reason"] for t in others)
     fits = [t for t in others if t["fits"]]
     assert [t["seconds"] for t in fits] == sorted(t["seconds"] for t in fits)
     assert all("slower" in t["why"] or "x the time" in t["why"] or "as fast" in t["why"] for t in fits)
@@ -197,6 +199,7 @@ def test_equations_are_those_of_the_source() -> None:
     shown = str(fusecomp.tiles(4096, device="h200").equations())
     for part in (
         "q_tile = WIDTH * BLOCK_M * D = ",
+        "(unpipelined if STAGES < 2 else pipelined",
         "programs on one multiprocessor",
         "rows rows of a tile of Q, Br",
         "From the device table",

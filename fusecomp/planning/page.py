@@ -1,9 +1,4 @@
-"""The equations of the cost model as they are written, for reading: each with its comment, its unit and its value.
-
-What is printed is the source of `resources`, `cost` and their like, not a copy: an assignment of an expression is an
-equation, the comment behind it its meaning, a comment of its own line a paragraph; tables of (expression, unit) give
-units, tables of numbers with a comment each are what was fitted.
-"""
+"""The equations of the cost of one kernel, for reading: those that its last page is written in, with their values."""
 
 from __future__ import annotations
 
@@ -12,7 +7,7 @@ import importlib
 import inspect
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from functools import lru_cache
 from types import ModuleType
 from typing import Any
@@ -20,50 +15,17 @@ from typing import Any
 import sympy
 
 from fusecomp.planning.glossary import GLOSSARY
+from fusecomp.planning.written import Equation, Page, Symbol, read
 
 PACKAGE = "fusecomp.planning"
 ROOTS = {"forward": "cost", "decode": "cost"}
 """Kernel -> the module that holds its last page; those before it are the pages that it imports."""
 
 
-@dataclass(frozen=True)
-class Equation:
-    """name = text."""
-
-    name: str
-    text: str
-    meaning: str = ""
-    """Its comment."""
-    unit: str = ""
-    prose: str = ""
-    """The paragraph before it."""
-    value: float | None = None
-
-
-@dataclass(frozen=True)
-class Symbol:
-    """What the equations are written in."""
-
-    name: str
-    meaning: str
-    unit: str
-    source: str
-    value: float | None = None
-
-
-@dataclass(frozen=True)
-class Page:
-    """The equations of one module."""
-
-    title: str
-    equations: tuple[Equation, ...]
-    fitted: tuple[Symbol, ...]
-
-
 def equations(kernel: str = "forward", known: Mapping[str, float] | None = None) -> dict[str, Any]:
     """Pages and symbols of a kernel's cost, in words and numbers; `known`: a number for each symbol and result."""
-    read = pages(kernel)
-    valued = [replace(p, equations=tuple(_valued(p, m, known))) for p, m in zip(read, _modules(kernel), strict=True)]
+    shown = pages(kernel)
+    valued = [replace(p, equations=tuple(_valued(p, m, known))) for p, m in zip(shown, _modules(kernel), strict=True)]
     return {
         "pages": [{"title": p.title, "equations": [asdict(e) for e in p.equations]} for p in valued],
         "symbols": [asdict(s) for s in symbols(kernel, known)],
@@ -72,8 +34,8 @@ def equations(kernel: str = "forward", known: Mapping[str, float] | None = None)
 
 def symbols(kernel: str, known: Mapping[str, float] | None = None) -> list[Symbol]:
     """Every symbol that the pages are written in and no page works out, with its meaning; those fitted are last."""
-    read = pages(kernel)
-    fitted = {s.name: s for p in read for s in p.fitted}
+    shown = pages(kernel)
+    fitted = {s.name: s for p in shown for s in p.fitted}
     told = {**{name: Symbol(name, *row) for name, row in GLOSSARY.items()}, **fitted}
     used = _used(kernel)
     found = [told[name] for name in [*GLOSSARY, *fitted] if name in used]
@@ -82,9 +44,9 @@ def symbols(kernel: str, known: Mapping[str, float] | None = None) -> list[Symbo
 
 def untold(kernel: str) -> set[str]:
     """Symbols that the pages use, and neither work out nor explain: none."""
-    read = pages(kernel)
-    worked_out = {e.name for p in read for e in p.equations}
-    told = {*GLOSSARY, *(s.name for p in read for s in p.fitted)}
+    shown = pages(kernel)
+    worked_out = {e.name for p in shown for e in p.equations}
+    told = {*GLOSSARY, *(s.name for p in shown for s in p.fitted)}
     return {name for name, symbol in _used(kernel).items() if name not in told and symbol not in worked_out}
 
 
@@ -93,13 +55,13 @@ def pages(kernel: str) -> tuple[Page, ...]:
     """The pages of a kernel, first what others are written in; of those, what is used."""
     modules = _modules(kernel)
     wanted = _wanted(modules)
-    return tuple(replace(_page(m), equations=tuple(_kept(_page(m), wanted[m]))) for m in modules)
+    return tuple(replace(read(m), equations=tuple(_kept(read(m), wanted[m]))) for m in modules)
 
 
-def _kept(read: Page, wanted: set[str]) -> Iterator[Equation]:
+def _kept(page: Page, wanted: set[str]) -> Iterator[Equation]:
     """The wanted equations; a paragraph goes with the first of them that follows it."""
     prose = ""
-    for equation in read.equations:
+    for equation in page.equations:
         prose = equation.prose or prose
         if equation.name in wanted:
             yield replace(equation, prose=prose)
@@ -108,7 +70,7 @@ def _kept(read: Page, wanted: set[str]) -> Iterator[Equation]:
 
 def _wanted(modules: list[ModuleType]) -> dict[ModuleType, set[str]]:
     """What the last module says, with the tables of others that it takes whole, and what that is written in."""
-    named = {m: {e.name: e for e in _page(m).equations} for m in modules}
+    named = {m: {e.name: e for e in read(m).equations} for m in modules}
     tables = [t for t in vars(modules[-1]).values() if _is_table(t)]
     whole = [next(m for m in modules if any(t is x for x in vars(m).values())) for t in tables]
     wanted: dict[ModuleType, set[str]] = {m: set() for m in modules}
@@ -151,89 +113,11 @@ def _modules(kernel: str) -> list[ModuleType]:
                 below = str(node.module).removeprefix(f"{PACKAGE}.")
                 if below not in found and below != name:
                     visit(below)
-        if _page(module).equations:
+        if read(module).equations:
             found.setdefault(name, module)
 
     visit(ROOTS[kernel])
     return list(found.values())
-
-
-@lru_cache(maxsize=32)
-def _page(module: ModuleType) -> Page:
-    source = inspect.getsource(module)
-    tree, lines = ast.parse(source), source.splitlines()
-    made: dict[str, Equation] = {}
-    fitted: list[Symbol] = []
-    for node, after in zip(tree.body, [*tree.body[1:], None], strict=True):
-        if isinstance(node, ast.Assign | ast.AnnAssign) and node.value is not None:
-            for name, text in _assigned(node):
-                value = getattr(module, name, None)
-                if isinstance(value, sympy.Basic) and not isinstance(value, sympy.Symbol):
-                    prose = _prose(lines, node.lineno) if name == _first(node) else ""
-                    made[name] = Equation(name, text, _comment(lines, node), prose=prose)
-                elif isinstance(value, dict) and isinstance(node.value, ast.Dict):
-                    fitted += _fitted(_docstring(after), value, node.value, lines)
-                    _with_units(made, value, node.value)
-    title = (ast.get_docstring(tree) or "").splitlines()
-    return Page(title[0] if title else "", tuple(made.values()), tuple(fitted))
-
-
-def _assigned(node: ast.Assign | ast.AnnAssign) -> Iterator[tuple[str, str]]:
-    """(name, text) of each thing that a statement gives a name."""
-    value = node.value
-    assert value is not None
-    for target in node.targets if isinstance(node, ast.Assign) else [node.target]:
-        if isinstance(target, ast.Name):
-            yield target.id, ast.unparse(value)
-        elif isinstance(target, ast.Tuple):
-            parts = value.elts if isinstance(value, ast.Tuple) else [value] * len(target.elts)
-            for own, part in zip(target.elts, parts, strict=True):
-                if isinstance(own, ast.Name) and own.id != "_":
-                    yield own.id, ast.unparse(part)
-
-
-def _first(node: ast.Assign | ast.AnnAssign) -> str:
-    return next(name for name, _ in _assigned(node))
-
-
-def _comment(lines: list[str], node: ast.stmt) -> str:
-    """The comments behind a statement's lines."""
-    found = [re.search(r"\s#\s(.*)$", line) for line in lines[node.lineno - 1 : node.end_lineno]]
-    return "; ".join(m[1] for m in found if m)
-
-
-def _prose(lines: list[str], number: int) -> str:
-    """The comment lines right above a line."""
-    start = number - 1
-    while start > 0 and lines[start - 1].startswith("# "):
-        start -= 1
-    return " ".join(line[2:].strip() for line in lines[start : number - 1])
-
-
-def _docstring(node: ast.stmt | None) -> str:
-    """The text of a string that stands by itself, on one line."""
-    text = node.value.value if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) else ""
-    return " ".join(str(text).split())
-
-
-def _fitted(source: str, table: dict[Any, Any], node: ast.Dict, lines: list[str]) -> Iterator[Symbol]:
-    """Rows of "NAME": number,  # unit: meaning."""
-    for key, value in zip(node.keys, node.values, strict=True):
-        if isinstance(key, ast.Constant) and isinstance(table.get(key.value), int | float):
-            said = re.search(r"\s#\s(.*)$", lines[value.lineno - 1])
-            yield Symbol(str(key.value), said[1] if said else "", "", source, float(table[key.value]))
-
-
-def _with_units(made: dict[str, Equation], table: dict[Any, Any], node: ast.Dict) -> None:
-    """Rows of "name": (expression, unit): the unit of an equation, or an equation of its own."""
-    for key, row in zip(node.keys, node.values, strict=True):
-        if isinstance(key, ast.Constant) and isinstance(row, ast.Tuple) and isinstance(table.get(key.value), tuple):
-            name, unit = str(key.value), str(table[key.value][1])
-            held = ast.unparse(row.elts[0])
-            if held in made:
-                made[held] = replace(made[held], unit=unit)
-            elif not held.isidentifier():
-                made[name] = Equation(name, held, unit=unit)
 
 
 def _used(kernel: str) -> dict[str, str]:

@@ -35,11 +35,14 @@ class Line:
     fits: bool
     why: str
     """Why it was taken, or lost, in a few words."""
+    reason: str = ""
+    """Why it lost, in the planner's words, at the lengths that it planned for."""
 
     def to_dict(self) -> dict[str, Any]:
         """Tile and cost side by side, in plain numbers."""
         cost = asdict(self.cost) if self.cost else {"smem_bytes": self.smem_bytes}
-        return {**asdict(self.tile), **cost, "taken": self.taken, "fits": self.fits, "why": self.why}
+        said = {"taken": self.taken, "fits": self.fits, "why": self.why, "reason": self.reason}
+        return {**asdict(self.tile), **cost, **said}
 
 
 @dataclass(frozen=True)
@@ -83,7 +86,7 @@ def explained(
     for row in others:
         fits = not row.reason.startswith("needs")
         why = _slower(quantities(row.tile), best, but) if fits else _too_large(row.cost, device, budget)
-        lines.append(Line(row.tile, row.cost, row.cost.smem_bytes, False, fits, why))
+        lines.append(Line(row.tile, row.cost, row.cost.smem_bytes, False, fits, why, row.reason))
     return Ranking(kernel, (taken, *lines), int(best.get("splits", 1)))
 
 
