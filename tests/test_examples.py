@@ -18,21 +18,23 @@ RUNS = {
     "custom variant, generated kernel": ("custom_variant.py", {"TRITON_INTERPRET": "1"}, "at both lengths"),
     "long document": ("long_document.py", {}, "Largest tensor allocated"),
     "serving": ("serving.py", {}, "22 replies, each equal, token for token, to its request alone"),
+    "training": ("train_gpt2.py --small --json curves.json --plot curves.png", {}, "two seeds of eager by"),
     "hugging face": ("huggingface.py", {}, "gpt_oss: 2 of 2 attentions fused"),
 }
-"""What is run: file, environment, and a part of what it prints."""
+"""What is run: file and arguments, environment, and a part of what it prints."""
 
 
 @pytest.mark.parametrize("name", RUNS)
 def test_example_runs(name: str, tmp_path: Path) -> None:
-    file, variables, expected = RUNS[name]
+    command, variables, expected = RUNS[name]
+    file, *arguments = command.split()
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     environment |= {"FUSECOMP_CACHE_DIR": str(tmp_path), "OMP_NUM_THREADS": "1", "FUSECOMP_STRICT": "1", **variables}
-    done = subprocess.run(
-        [sys.executable, EXAMPLES / file], env=environment, capture_output=True, text=True, timeout=500, check=False
-    )
+    done = subprocess.run([sys.executable, EXAMPLES / file, *arguments], env=environment, cwd=tmp_path,
+                          capture_output=True, text=True, timeout=500, check=False)  # fmt: skip
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
     assert expected in done.stdout
+    assert all((tmp_path / a).stat().st_size for a in arguments if "." in a)
 
 
 @pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.py")), ids=lambda p: p.name)
@@ -40,7 +42,7 @@ def test_every_example_has_a_docstring_and_a_main_and_is_run(path: Path) -> None
     tree = ast.parse(path.read_text())
     assert f"python examples/{path.name}" in (ast.get_docstring(tree) or "")
     assert "main" in {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}
-    assert path.name in {file for file, _, _ in RUNS.values()}
+    assert path.name in {command.split()[0] for command, _, _ in RUNS.values()}
 
 
 def test_the_readme_example_is_what_it_says() -> None:
