@@ -57,6 +57,18 @@ def test_the_roofline_names_its_ceilings_with_the_figures_of_the_device() -> Non
     assert "memory: 1.55 TB/s" in words
 
 
+def test_ceilings_that_coincide_are_named_apart() -> None:
+    """At D 64 an H100 has as many exponentials as products."""
+    from fusecomp.plot import compose
+
+    answer = fusecomp.tiles(8192, 64, device="h100-sxm")
+    drawn = figure.Figure()
+    compose(drawn, answer.workload, answer.device, answer.rankings[0])
+    rates = [t for t in drawn.axes[1].texts if t.get_text().endswith("989 TFLOP/s")]
+    assert len(rates) == 2
+    assert len({t.xyann for t in rates}) == 2
+
+
 @pytest.mark.parametrize("kind", ["png", "svg", "pdf"])
 def test_files(tmp_path: Path, kind: str) -> None:
     fusecomp.tiles(512, 64, device="l4").plot(tmp_path / f"plan.{kind}")
