@@ -17,11 +17,14 @@ from fusecomp.ir.expr import Apply, Const, Expr, kind, rebuild
 LOG2E = math.log2(math.e)
 
 
-def cheaper(e: Expr) -> Expr:
-    """`e` with its score-dependent parts rewritten; what no score enters is computed once, and stays as written."""
+def cheaper(e: Expr, hardware: bool = False) -> Expr:
+    """`e` with its score-dependent parts rewritten; what no score enters is computed once, and stays as written, as do
+    functions that the `hardware` has."""
     if not depends_on_score(e):
         return e
-    return _rewritten(rebuild(e, tuple(map(cheaper, e.args)), apply)) if e.args else e
+    whole = rebuild(e, tuple(cheaper(x, hardware) for x in e.args), apply) if e.args else e
+    kept = hardware and isinstance(whole, Apply) and whole.primitive.hardware
+    return whole if kept or not e.args else _rewritten(whole)
 
 
 def _rewritten(e: Expr) -> Expr:

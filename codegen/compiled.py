@@ -15,6 +15,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from fusecomp.codegen import hopper
 from fusecomp.codegen.frame import Frame
 from fusecomp.codegen.interpreter import interpreting
 from fusecomp.codegen.source import KernelSource
@@ -26,7 +27,7 @@ POINTERS = {
     "float16": "*fp16", "bfloat16": "*bf16", "float32": "*fp32", "float64": "*fp64",
     "float8_e4m3fn": "*fp8e4nv", "float8_e5m2": "*fp8e5",
 }  # fmt: skip
-SCRATCH = {"first": "int32", "shares": "int32", "tiles": "int32", "states": "int8"}
+SCRATCH = {"first": "int32", "counter": "int32", "shares": "int32", "tiles": "int32", "states": "int8"}
 """What kernels hand each other; the rest of it is float32."""
 Arch = int | str
 
@@ -54,7 +55,6 @@ def cross_compile(source: KernelSource, arch: Arch, kernel: str = "attention") -
         return _elsewhere(source, arch, kernel)
     import triton
     from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
 
     target = GPUTarget("hip", arch, 64) if isinstance(arch, str) else GPUTarget("cuda", arch, 32)
     with tempfile.TemporaryDirectory() as folder:
@@ -64,7 +64,14 @@ def cross_compile(source: KernelSource, arch: Arch, kernel: str = "attention") -
         options = {"num_warps": plan.warps, "num_stages": Frame(source.region, plan).stages}
         begin = time.perf_counter()
         try:
-            ast = ASTSource(function, signature, constants, attributes)
+            if plan.consumers:
+                from triton.experimental.gluon._runtime import GluonASTSource as Source
+
+                options = {"num_warps": plan.warps, "maxnreg": hopper.REGISTERS}
+                signature = _described(source, signature)
+            else:
+                from triton.compiler import ASTSource as Source
+            ast = Source(function, signature, constants, attributes)
             made = triton.compile(ast, target=target, options=options)
         except Exception as error:
             raise KernelError(f"{source.name} does not compile for {arch}: {error}") from error
@@ -102,6 +109,17 @@ def _signature(
     constants = {(i,): known[p.removeprefix("grad_")] for i, p in enumerate(params) if types[p] == "constexpr"}
     aligned = [i for i, p in enumerate(params) if p.endswith("_ptr") or ("_stride_" in p and (i,) not in constants)]
     return types, constants, {(i,): [["tt.divisibility", 16]] for i in aligned}
+
+
+def _described(source: KernelSource, types: dict[str, str]) -> dict[str, str]:
+    """The types with those of the descriptors."""
+    from triton.experimental.gluon.language import NVMMASharedLayout
+
+    short = POINTERS[source.region.out_dtype].removeprefix("*")
+    for name, block in hopper.blocks(Frame(source.region, source.plan)).items():
+        layout = NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=len(block))
+        types[f"{name}_desc"] = f"tensordesc<{short}{block},{layout!r}>"
+    return types
 
 
 def _resources(cubin: bytes | None, folder: Path) -> tuple[int | None, int | None]:

@@ -58,7 +58,9 @@ def _plan(plan: TilePlan) -> Iterator[str]:
     pack = f", {plan.pack} query heads side by side" if plan.pack > 1 else ""
     yield f"Plan{device}: {plan.skeleton}, tiles of {plan.block_m} rows x {plan.block_n} keys{pack},"
     through = "; K and V through tensor descriptors" if plan.loads == "descriptor" else ""
-    yield f"    {plan.warps} warps, {plan.stages} stages{through}."
+    groups = f"{plan.consumers} groups of 4 warps that multiply and one warp that copies"
+    who = groups if plan.consumers else f"{plan.warps} warps"
+    yield f"    {who}, {plan.stages} stages{through}."
     if plan.visits == "table":
         yield "Tiles in which no query sees a key are not visited, and the longest run of those that every query sees"
         yield "whole reads no mask: `list_visits` finds them in the mask's data, once for all launches that share it."

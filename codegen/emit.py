@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import keyword
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from functools import lru_cache
 
+from fusecomp.codegen import hopper, hopper_text
 from fusecomp.codegen.base2 import LOG2E
 from fusecomp.codegen.decode import (
     MULTIPROCESSORS,
@@ -70,19 +71,16 @@ def emit(region: AttentionRegion, plan: TilePlan, saves_lse: bool = False) -> Ke
     key = kernel_key(region, plan, saves_lse)
     frame = Frame(region, plan)
     name = kernel_name(frame, key)
-    if saves_lse:
-        require_lse(frame)
-    kernels, launcher = (decode if plan.skeleton == "decode" else prefill)(frame, saves_lse)
-    if draws(region.weight):
-        kernels = f"{IN_TRITON.rstrip()}\n\n\n{kernels}"
-    if plan.loads == "descriptor":
-        kernels = f"{kernels.rstrip()}\n\n\n{HELPERS.rstrip()}"
+    language, layouts = hopper_text.header(frame) if plan.consumers else (PORTABLE, [])
+    kernels, launcher = kernels_of(frame, saves_lse)
+    read = names_read(f"{kernels}\n\n\ndef launch():\n    " + "\n    ".join(launcher))
     text = fill(
         MODULE,
         {
+            "language": language,
             "title": title(region),
             "document": document(region, plan, key),
-            "constants": constants(frame, f"{kernels}\n\n\ndef launch():\n    " + "\n    ".join(launcher)),
+            "constants": [*constants(frame, read), *layouts],
             "kernels": kernels,
             "out_axes": ", ".join(region.out_axes),
             "launcher": launcher,
@@ -94,6 +92,22 @@ def emit(region: AttentionRegion, plan: TilePlan, saves_lse: bool = False) -> Ke
     return KernelSource(name, text, key, plan, region)
 
 
+def kernels_of(frame: Frame, saves_lse: bool) -> tuple[str, list[str]]:
+    """(kernels, launcher) by the skeleton that the plan names."""
+    if saves_lse:
+        require_lse(frame)
+    if frame.plan.consumers:
+        return hopper_text.hopper(frame, saves_lse)
+    kernels, launcher = (decode if frame.plan.skeleton == "decode" else prefill)(frame, saves_lse)
+    if draws(frame.region.weight):
+        kernels = f"{IN_TRITON.rstrip()}\n\n\n{kernels}"
+    if frame.plan.loads == "descriptor":
+        kernels = f"{kernels.rstrip()}\n\n\n{HELPERS.rstrip()}"
+    return kernels, launcher
+
+
+PORTABLE = "import triton.language as tl"
+
 RESERVED = frozenset({
     "d", "dv", "n", "n_pos", "row", "q_row", "q_idx", "q_pos", "q_start", "q_last", "q_tiles", "outer", "program",
     "units", "rows", "split", "splits", "share", "shares", "part", "inside", "request", "requests", "free", "place",
@@ -103,7 +117,7 @@ RESERVED = frozenset({
     "attention", "combine", "log_sum", "maxima", "unseen", "multiprocessors", "key_range", "tiles_of", "unit",
     "place_of", "share_of", "in_rows", "scratch", "states", "tile_states", "list_tiles", "list_visits", "larger",
     "other", "next_tile", "k_tiles", "seen", "full", "four", "random", "keeps", "kept_tile",
-})  # fmt: skip
+}) | hopper.NAMES  # fmt: skip
 """What the skeletons call their own variables."""
 
 
@@ -120,6 +134,8 @@ def kernel_key(region: AttentionRegion, plan: TilePlan, saves_lse: bool = False)
     tile = (plan.block_m, plan.block_n, plan.d_chunks, plan.dv_chunks, plan.warps, plan.stages, plan.pack, plan.loads)
     visits = (plan.visits,) if plan.visits != "bounds" else ()
     more: tuple[object, ...] = ("lse",) if saves_lse else ()
+    if plan.consumers:
+        more = (*more, plan.consumers)
     if plan.skeleton == "decode":
         more = (*more, plan.resident, plan.registers, plan.share, plan.overlap)
     return hashlib.sha256(repr((VERSION, region.key, plan.skeleton, tile, *visits, *more)).encode()).hexdigest()[:16]
@@ -211,9 +227,9 @@ def finished(frame: Frame, skeleton: str, name: str, holes: Mapping[str, str | l
     return fill(head, {"sizes": sizes, "name": name, "parameters": wrapped(params, 4)}) + "):\n" + body, params
 
 
-def constants(frame: Frame, kernels: str) -> list[str]:
+def constants(frame: Frame, read: Set[str]) -> list[str]:
     """The tile and the score's factors, as the kernel names them."""
-    plan, read = frame.plan, names_read(kernels)
+    plan, language = frame.plan, "gl" if frame.plan.consumers else "tl"
     filled = frame.filled.scale if frame.filled else 1.0
     known = {
         "BLOCK_M": (plan.block_m, "query rows of a tile"),
@@ -225,8 +241,11 @@ def constants(frame: Frame, kernels: str) -> list[str]:
         "REQUESTS": (32, "requests that are looked through at a time"),
         "SPLITS": (16, "shares that are combined at a time"),
         "COLUMNS": (combined_columns(frame), "of the output, combined by one program"),
+        "STAGES": (plan.stages, "tiles of K, and of V, in shared memory"),
+        "SECTION": (hopper.SECTION, "B of K and V of the heads that take turns: what stays in L2"),
         "LOG2E": (LOG2E, "log2(e)"),
         "SCALE": (frame.exponent.scale, f"log2(e) * {frame.exponent.scale / LOG2E:.9g}"),
         "FILLED_SCALE": (filled, f"log2(e) * {filled / LOG2E:.9g}"),
     }
-    return [f"{name} = tl.constexpr({value!r})  # {what}" for name, (value, what) in known.items() if name in read]
+    used = {name: row for name, row in known.items() if name in read}
+    return [f"{name} = {language}.constexpr({value!r})  # {what}" for name, (value, what) in used.items()]

@@ -108,9 +108,14 @@ class Frame:
     def access(self, a: Access) -> tuple[Expr, ...]:
         return tuple(map(self.packed, a.index))
 
+    @property
+    def hardware(self) -> bool:
+        """Whether the device's own functions are exact enough: their error is less than the rounding of P."""
+        return self.plan.consumers > 0 and self.region.pv_dtype == "bfloat16"
+
     @cached_property
     def score(self) -> Expr:
-        return self.packed(cheaper(merged(self.region.score)))
+        return self.packed(cheaper(merged(self.region.score), self.hardware))
 
     @cached_property
     def summed(self) -> bool:
@@ -190,7 +195,7 @@ class Frame:
         floats: dict[Expr, str] = {self.q_idx: "q_pos", self.kv_idx: "kv_pos"}
         found: dict[Expr, str] = {x: name for name, x in (*self.element.tiles, *self.element.drawn)}
         scores: dict[Expr, str] = {Score(t): score_name(t) for t in range(len(self.region.products))}
-        return Names({**self.names.values, **found, **scores}, floats)
+        return Names({**self.names.values, **found, **scores}, floats, hardware=self.hardware)
 
     def d_chunks(self, product: int) -> tuple[Chunk, ...]:
         size = extent(self.region.products[product].d)

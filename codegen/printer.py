@@ -36,6 +36,8 @@ class Names:
 
     torch: bool = False
     """Whether the text is PyTorch rather than Triton."""
+    hardware: bool = False
+    """Whether functions are the device's own instructions, where it has them."""
 
     def having(self, values: Mapping[Expr, str]) -> Names:
         return replace(self, values={**self.values, **values})
@@ -89,9 +91,10 @@ def literal(value: bool | int | float) -> str:
 
 def _apply(e: Apply, names: Names) -> tuple[str, int]:
     primitive = e.primitive
-    template = (primitive.torch_text if names.torch else TEMPLATES.get(e.op, primitive.triton)) or primitive.text
+    own = primitive.hardware if names.hardware else ""
+    template = (primitive.torch_text if names.torch else own or TEMPLATES.get(e.op, primitive.triton)) or primitive.text
     level = TEST if primitive.level == COMPARE else LEVEL.get(e.op, primitive.level)
-    if names.torch and template.endswith(")"):
+    if (names.torch or own) and template.endswith(")"):
         level = ATOM
     float_wanted = any(kind(x) == "float" for x in e.operands) or (primitive.kind == "float")
     shown = [_operand(x, place, e, level, names, float_wanted) for place, x in enumerate(e.operands)]
@@ -104,7 +107,7 @@ def _operand(x: Expr, place: int, parent: Apply, level: int, names: Names, float
         return f"torch.tensor({body})"
     if not names.torch and parent.primitive.sfu and parent.op != "div" and kind(x) != "float":
         body, inner = f"({body}).to(tl.float32)" if inner else f"{body}.to(tl.float32)", ATOM
-    factor = parent.op == "tanh" and not names.torch
+    factor = parent.op == "tanh" and not names.torch and not names.hardware
     inside = TIMES if factor else level
     loose = inner > inside or (inner == inside and (place > 0 or level == TEST or factor))
     return f"({body})" if loose and inside != ATOM else body

@@ -15,7 +15,7 @@ MODULE = '''\
 
 import torch
 import triton
-import triton.language as tl
+«language»
 
 «constants»
 

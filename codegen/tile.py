@@ -57,17 +57,13 @@ def _kept(frame: Frame) -> list[Expr]:
 
 def visit(frame: Frame, e: Exponent, tests: Sequence[Expr], edge: bool, pivot: bool) -> Lines:
     """S of a tile, its softmax under the running maximum, its part of P V. `edge`: the tile may reach past k_end."""
-    weight = [frame.weight] if frame.weight else []
     described = frame.plan.loads == "descriptor"
     body = [
         *row_loads(frame, edge),
         *(described_keys(frame) if described else key_loads(frame, edge)),
         *products(frame),
         "",
-        *element_loads(frame, edge, [e.score, *tests, *weight]),
-        *kept(frame, weight),
-        *([] if e.score == Score(0) else [f"score = {triton_text(e.score, frame.tile_names)}"]),
-        *mask(frame, tests, edge),
+        *scores(frame, e, tests, edge),
         "",
         *softmax(frame, e, pivot),
         "",
@@ -75,6 +71,23 @@ def visit(frame: Frame, e: Exponent, tests: Sequence[Expr], edge: bool, pivot: b
         *accumulate(frame),
     ]
     return [*places(frame, "\n".join(body)), *body]
+
+
+def scores(frame: Frame, e: Exponent, tests: Sequence[Expr], edge: bool) -> Lines:
+    """S of the products, -inf where the query does not see the key."""
+    weight = [frame.weight] if frame.weight else []
+    return [
+        *element_loads(frame, edge, [e.score, *tests, *weight]),
+        *kept(frame, weight),
+        *([] if e.score == Score(0) else [f"score = {triton_text(e.score, frame.tile_names)}"]),
+        *mask(frame, tests, edge),
+    ]
+
+
+def scored(frame: Frame, e: Exponent, tests: Sequence[Expr], edge: bool) -> Lines:
+    """The same, after what it reads of the keys' places."""
+    lines = scores(frame, e, tests, edge)
+    return [*places(frame, "\n".join(lines)), *lines]
 
 
 def places(frame: Frame, body: str) -> Lines:

@@ -14,6 +14,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -32,7 +33,7 @@ from fusecomp.patterns.dropout import seed_dropouts
 from fusecomp.patterns.sdpa import plain_calls, put_back, write_out
 from fusecomp.patterns.sums import distribute
 from fusecomp.report import Entry
-from fusecomp.running import library
+from fusecomp.running import hopper, library
 from fusecomp.running.lower import Lowered, lower, real_tensors
 from fusecomp.running.operator import Kernel, register
 from fusecomp.running.subgraph import seen
@@ -100,7 +101,7 @@ def compile_match(module: GraphModule, match: Match, options: Options) -> Entry:
     try:
         if loses_gradient(match):
             return replace(base, status="declined", reason=LOST)
-        if options.lowering == "auto" and not options.batch_invariant and library.takes(match, sizes):
+        if handed(match, sizes, options):
             taken = handed_over(match, sizes, options, base)
             if taken is not None:
                 return taken
@@ -108,7 +109,8 @@ def compile_match(module: GraphModule, match: Match, options: Options) -> Entry:
         if slow_to_train(match, sizes, lowered, options):
             return replace(base, status="declined", reason=f"{TRAINING}: {lowered.why_no_backward}", advice=ADVICE)
         base = described(base, lowered)
-        verdict = checked(match, lowered, sizes, options)
+        lowered, verdict = judged(match, lowered, sizes, options)
+        base = described(base, lowered)
     except FusecompError as error:
         return fallen_back(base, f"{type(error).__name__}: {error}", options)
     except Exception as error:  # a compiler error of any kind must not cost the user's result
@@ -120,6 +122,28 @@ def compile_match(module: GraphModule, match: Match, options: Options) -> Entry:
     register(lowered.key, Kernel(match.region, lowered.launch, lowered.backward))
     substitute(module, match, lowered.key, operation_for(match, lowered), lowered.source)
     return replace(base, status="fused")
+
+
+def judged(
+    match: Match, lowered: Lowered, sizes: Mapping[str, int], options: Options
+) -> tuple[Lowered, Verdict | None]:
+    """What runs it, with its verdict: the portable kernel where one for a single kind of device fails."""
+    if lowered.portable:
+        return lowered, checked(match, lowered, sizes, options)
+    with suppress(Exception):
+        verdict = checked(match, lowered, sizes, options)
+        if verdict is None or verdict.passed:
+            return lowered, verdict
+    log.debug("the portable kernel takes over at %s", match.region.origin)
+    lowered = lower(match, sizes, device_of(match), options, portable=True)
+    return lowered, checked(match, lowered, sizes, options)
+
+
+def handed(match: Match, sizes: Mapping[str, int], options: Options) -> bool:
+    """Whether PyTorch's own kernel runs it: plain attention, but where a generated one is faster still."""
+    if options.lowering != "auto" or options.batch_invariant or not library.takes(match, sizes):
+        return False
+    return bool(match.learned) or not hopper.takes(match, sizes, options)
 
 
 def operation_for(match: Match, lowered: Lowered) -> str:

@@ -14,6 +14,7 @@ from regions import filled as filled_score
 
 from fusecomp.codegen.backward import emit_backward
 from fusecomp.codegen.emit import emit
+from fusecomp.codegen.hopper import specialised
 from fusecomp.ir.algebra import apply
 from fusecomp.ir.expr import Const, Expr, Load, Size, Var
 from fusecomp.ir.region import Access, AttentionRegion, Operand, Product
@@ -82,6 +83,7 @@ GOLDEN: dict[str, tuple[AttentionRegion, TilePlan]] = {
         r := _attention(times(score, 128**-0.5), causal, d=128),
         replace(tiles(r, 128, 128), warps=8, stages=3, loads="descriptor"),
     ),
+    "causal_hopper": (r := _attention(times(score, 128**-0.5), causal, d=128), specialised(r, tiles(r))),
     "softcap_window_gqa": (
         r := _attention(_softcap(times(score, 0.125), 30.0), causal, WINDOW, **grouped(3)),
         tiles(r, 64, 64),

@@ -39,6 +39,8 @@ class Primitive:
     """Triton text where it differs from `text`."""
     torch_text: str = ""
     """PyTorch text where it differs from `text`."""
+    hardware: str = ""
+    """Text for an instruction of the device's own, less exact than `triton`; in kernels for Hopper in bfloat16."""
     fma: int = 1
     """Issue slots on the floating-point pipe, for one element."""
     sfu: int = 0
@@ -49,12 +51,13 @@ def _table(*rows: Primitive) -> dict[str, Primitive]:
     return {row.name: row for row in rows}
 
 
-def _call(name: str, triton: str, sfu: int, fma: int = 1) -> Primitive:
+def _call(name: str, triton: str, sfu: int, fma: int = 1, hardware: str = "") -> Primitive:
     """A function of one argument that people, PyTorch and sympy all call `name`."""
     symbol = getattr(sympy, name, None) or sympy.Function(name)
     return Primitive(
-        name, f"{name}({{0}})", ATOM, getattr(torch, name), symbol, "float", triton, f"torch.{name}({{0}})", fma, sfu
-    )
+        name, f"{name}({{0}})", ATOM, getattr(torch, name), symbol, "float", triton, f"torch.{name}({{0}})", hardware,
+        fma, sfu,
+    )  # fmt: skip
 
 
 def _comparison(name: str, sign: str, symbol: Callable[..., Any]) -> Primitive:
@@ -102,7 +105,7 @@ PRIMITIVES: dict[str, Primitive] = _table(
     _call("floor", "tl.floor({0})", sfu=0),
     _call("ceil", "tl.ceil({0})", sfu=0),
     # tanh x = 2 sigmoid(2x) - 1: two special-function slots, absolute error below 2e-7
-    _call("tanh", "(2.0 * tl.sigmoid(2.0 * ({0})) - 1.0)", sfu=2, fma=3),
+    _call("tanh", "(2.0 * tl.sigmoid(2.0 * ({0})) - 1.0)", sfu=2, fma=3, hardware="tanh({0})"),
     _call("sigmoid", "tl.sigmoid({0})", sfu=2, fma=2),
     # choices and predicates
     Primitive(

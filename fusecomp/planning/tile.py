@@ -91,6 +91,8 @@ class TilePlan:
     loads: str = "pointer"
     """How tiles of K and V are fetched. "pointer": element by element, from anywhere. "descriptor": as blocks of rows,
     by the unit that devices from sm_90 on have for it (codegen/descriptors.py)."""
+    consumers: int = 0
+    """Groups of four warps that multiply, beside one warp that copies (codegen/hopper.py); 0: every warp does all."""
     visits: str = "bounds"
     """Which keys a query tile visits. "bounds": those between the edges that the mask's terms put on kv_idx. "table":
     the tiles in which it sees a key, listed once per mask from its data (codegen/table.py)."""

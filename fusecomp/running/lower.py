@@ -15,6 +15,7 @@ import torch
 from fusecomp.codegen.backward import emit_backward
 from fusecomp.codegen.descriptors import choose
 from fusecomp.codegen.emit import emit
+from fusecomp.codegen.hopper import specialised
 from fusecomp.codegen.source import KernelSource
 from fusecomp.errors import KernelError, PlanError
 from fusecomp.ir.region import AttentionRegion
@@ -24,7 +25,7 @@ from fusecomp.planning.backward import backward_plan
 from fusecomp.planning.device import current
 from fusecomp.planning.plan import alone, fixed_share, plan
 from fusecomp.planning.tile import TilePlan
-from fusecomp.running import cache, cpu
+from fusecomp.running import cache, cpu, hopper
 from fusecomp.running.inputs import example_of
 from fusecomp.running.loader import load
 from fusecomp.running.operator import Gradients, Launch
@@ -50,14 +51,20 @@ class Lowered:
     why_no_backward: str = ""
 
     @property
+    def portable(self) -> bool:
+        return self.plan is None or not self.plan.consumers
+
+    @property
     def text(self) -> str:
         """What the verdict depends on."""
         sources = [s.text for s in (self.source, self.backward_source) if s is not None]
         return "\n".join(sources) or self.lowering
 
 
-def lower(match: Match, sizes: Mapping[str, int], device: torch.device, options: Options) -> Lowered:
-    """What runs the region of `match`."""
+def lower(
+    match: Match, sizes: Mapping[str, int], device: torch.device, options: Options, portable: bool = False
+) -> Lowered:
+    """What runs the region of `match`; `portable`: nothing that only one kind of device has a kernel for."""
     region = match.region
     if on_cpu(device, options):
         tiles = None
@@ -68,6 +75,8 @@ def lower(match: Match, sizes: Mapping[str, int], device: torch.device, options:
     if options.tune > 1 and device.type == "cuda" and not options.batch_invariant:
         run = trial(match, sizes, device)
         tiles = tuned(region, sizes, options.tune, run, machine(device), described(match, tiles))
+    elif not portable and hopper.takes(match, sizes, options):
+        tiles = specialised(region, tiles)
     if not match.learned:
         source, launch = generate(*looked_through(match, tiles))
         return Lowered(key_of(source), launch, "triton", source.plan, source)

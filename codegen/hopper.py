@@ -1,0 +1,89 @@
+"""The forward kernel for Hopper's tensor cores: which attention it can express, and in which tile.
+
+One product in half precision, whose Q, K, V and O lie in rows of one head size; any score, mask and range of keys that
+Gluon has functions for, which are those of the portable kernel, word for word.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from fusecomp.codegen.cheaper import cheaper
+from fusecomp.codegen.frame import Frame
+from fusecomp.ir.expr import Apply, Const, Expr, Load, Var, parts, variables
+from fusecomp.ir.region import Access, AttentionRegion, extent
+from fusecomp.planning.tile import TilePlan
+
+NAMES = frozenset({
+    "gl", "gluon", "tma", "mbarrier", "tile", "turn", "done", "last", "blocks", "block", "group", "count", "slot",
+    "section", "weights", "counter", "written", "barrier", "copied", "sums", "o", "produce", "consume", "described",
+    "inside", "instruction", "known", "given", "consumed", "produced", "above", "below", "section_of", "tanh",
+})  # fmt: skip
+"""What the skeletons call their own variables."""
+ROWS, KEYS = 128, 128
+STAGES = {64: 3, 128: 2}
+"""Of K and of V, for each head size: as many as shared memory holds beside Q and O."""
+SECTION = 32 * 2**20
+"""B of K and V of the heads that take turns: what stays in L2 (Hopper has 50 MB)."""
+REGISTERS = 168
+"""Of a thread at launch; then the one that copies hands most of its own to those that multiply."""
+HALF = ("bfloat16", "float16")
+UNKNOWN = ("max", "min", "random", "tanh", "sigmoid")
+"""What Gluon has no function for."""
+
+
+def expresses(region: AttentionRegion) -> bool:
+    """Whether the region is one product in half precision, of one head size, its tensors in rows."""
+    accesses = (region.products[0].q, region.products[0].k, region.v)
+    dtypes = {region.operand(a.operand).dtype for a in accesses}
+    dtypes |= {region.products[0].dtype, region.pv_dtype, region.out_dtype}
+    plain = region.filled_score is None and region.weight == Const(1.0) and len(region.products) == 1
+    if not plain or len(dtypes) != 1 or not dtypes <= set(HALF) or extent(region.dv) not in STAGES:
+        return False
+    if region.head_size != extent(region.dv) or region.out_axes[-1] != region.dv.name:
+        return False
+    used = [x for e in (cheaper(region.score), *region.keep) for x in parts(e) if isinstance(x, Apply)]
+    batch = {v.name for v in region.batch}
+    sink = region.sink is None or variables(region.sink) <= batch
+    return sink and not any(x.op in UNKNOWN for x in used) and all(in_rows(region, a) for a in accesses)
+
+
+def in_rows(region: AttentionRegion, a: Access) -> bool:
+    """operand[batch..., row, batch..., d], the whole of its last dimension."""
+    *outer, last = a.index
+    shape, rows = region.operand(a.operand).shape, {region.q_idx.name, region.kv_idx.name}
+    columns = (region.products[0].d.name, region.dv.name)
+    alone = isinstance(last, Var) and last.name in columns and shape[-1] == last.size
+    placed = [isinstance(e, Var) and e.name in rows for e in outer]
+    batch = {v.name for v in region.batch}
+    others = all(p or variables(e) <= batch for p, e in zip(placed, outer, strict=True))
+    return alone and sum(placed) == 1 and others and 1 <= len(outer) <= 4 and not _looks_up(outer)
+
+
+def _looks_up(index: Sequence[Expr]) -> bool:
+    return any(isinstance(x, Load) for e in index for x in parts(e))
+
+
+def specialised(region: AttentionRegion, plan: TilePlan) -> TilePlan:
+    """The plan with this kernel's one tile, whose cost nothing predicts yet."""
+    tile = {"block_m": ROWS, "block_n": KEYS, "warps": 4, "stages": STAGES[extent(region.dv)], "pack": 1}
+    return replace(plan, **tile, loads="descriptor", consumers=2, cost=None, rejected=())
+
+
+def output_index(frame: Frame) -> tuple[Expr, ...]:
+    axes = {v.name: v for v in (*frame.region.batch, frame.q_idx, frame.region.dv)}
+    return tuple(axes[name] for name in frame.region.out_axes)
+
+
+def blocks(frame: Frame) -> dict[str, list[int]]:
+    """The shape in which each tensor is copied."""
+    region, size = frame.region, extent(frame.region.dv)
+    product = region.products[0]
+    rows = {
+        "q": (product.q.index, frame.q_idx, 64),
+        "k": (product.k.index, frame.kv_idx, KEYS),
+        "v": (region.v.index, frame.kv_idx, KEYS),
+        "out": (output_index(frame), frame.q_idx, 64),
+    }
+    return {name: [n if e == row else 1 for e in index[:-1]] + [size] for name, (index, row, n) in rows.items()}

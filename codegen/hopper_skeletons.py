@@ -1,0 +1,286 @@
+"""The forward kernel for Hopper's tensor cores as pages with named holes: one warp copies, two groups multiply.
+
+    S_j = Q K_j^T and O += P_(j-1) V_(j-1) are under way together, and meanwhile one takes the softmax of S_j
+
+FlashAttention-3 (Shah et al. 2024, sections 3.1 and 3.2) has both ideas: warps that only copy, and two groups that take
+turns, so that one multiplies while the other is at its exponentials. Here K runs from the last key to the first, and
+programs take tiles of queries from a counter until none is left.
+"""
+
+from __future__ import annotations
+
+IMPORTS = """\
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+"""
+
+LAYOUTS = """\
+SCORES = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, «block_n», 16]))  # of the accumulator of S
+OUTPUT = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, «size», 16]))  # of the accumulator of O
+ROWS = gl.constexpr(gl.SliceLayout(1, SCORES.value))
+Q_TILE = gl.constexpr(gl.DotOperandLayout(0, SCORES.value, 2))
+P_TILE = gl.constexpr(gl.DotOperandLayout(0, OUTPUT.value, 2))
+SHARED = gl.constexpr(gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2))
+K_FREE, V_FREE, Q_FREE, TURN = «barriers»  # numbers of the hardware's barriers; Triton has those up to 3
+"""
+
+HELPERS = '''\
+@gluon.constexpr_function
+def instruction(how, threads):
+    return f"bar.{how} $1, {threads}; mov.u32 $0, 0;"
+
+
+@gluon.jit
+def barrier(how: gl.constexpr, number, threads: gl.constexpr):
+    """One of the hardware's barriers: "sync" waits until so many threads came, "arrive" comes and goes on."""
+    gl.inline_asm_elementwise(
+        instruction(how, threads), "=r,r", [gl.to_tensor(number)], dtype=gl.int32, is_pure=False, pack=1
+    )
+
+
+@gluon.jit
+def copied(ready, count):
+    """Wait for the copy of that number in a ring of STAGES."""
+    mbarrier.wait(ready.index(count % STAGES), (count // STAGES) & 1)
+
+
+@gluon.jit
+def sums(p):
+    """Of each row, four sums: one for each thread that holds a part of it."""
+    return gl.sum(gl.sum(p.reshape([64, BLOCK_N // 8, 4, 2]), axis=3), axis=1)
+
+
+@gluon.jit
+def known(row_max):
+    """A store that never happens, since maxima begin at the least float, but that waits for them. Without it the
+    assembler moves the wait for P V, which comes later, before they are taken."""
+    gl.inline_asm_elementwise(
+        "{ .reg .pred p; setp.lt.f32 p, $1, 0fFF7FFFFF; mov.u32 $0, 0; @p st.shared.u32 [$0], $0; }",
+        "=r,f", [row_max], dtype=gl.int32, is_pure=False, pack=1,
+    )
+
+
+@gluon.jit
+def place_of(tile, section«length»):
+    """(first query, which head) of a tile: section by section of the heads, whose K and V then stay in L2, and in each
+    the tiles with most keys first."""
+    q_tiles = gl.cdiv(«m», BLOCK_M)
+    inside = tile % (section * q_tiles)
+    outer = tile // (section * q_tiles) * section + inside % section
+    return (q_tiles - 1 - inside // section) * BLOCK_M, outer
+'''
+
+TANH = '''\
+@gluon.jit
+def tanh(x):
+    """The device's own, with a relative error of up to 2^-11 (PTX ISA, tanh.approx.f32)."""
+    return gl.inline_asm_elementwise("tanh.approx.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1)
+'''
+
+PRODUCE = '''\
+@gluon.jit
+def produce(given):
+    """One warp: hands out tiles of queries, and copies Q, K and V ahead of those who multiply them."""
+    «given» = given
+    tile = gl.program_id(0)
+    turn = 0
+    done = 0  # tiles of keys, of all tiles of queries before
+    while tile < tiles:
+        next_tile = gl.atomic_add(counter_ptr, 1) + gl.num_programs(0)
+        q_start, outer = place_of(tile, section«length»)
+        «program»
+        «fixed»
+        «key_range»
+        «last»
+        for group in gl.static_range(2):
+            if turn > 0:
+                barrier("sync", Q_FREE + group, 160)
+            mbarrier.expect(q_ready.index(group), «q_bytes»)
+            tma.async_copy_global_to_shared(
+                q_desc, «q_at», q_ready.index(group), q_smem.index(group)._reinterpret(«q_block»)
+            )
+        for block in range(blocks + 1):
+            if block < blocks:
+                count = done + block
+                slot = count % STAGES
+                k_start = last - block * BLOCK_N
+                if count >= STAGES:
+                    barrier("sync", K_FREE + slot, 288)
+                mbarrier.expect(k_ready.index(slot), «k_bytes»)
+                tma.async_copy_global_to_shared(
+                    k_desc, «k_at», k_ready.index(slot), k_smem.index(slot)._reinterpret(«k_block»)
+                )
+            if block > 0:
+                count = done + block - 1
+                slot = count % STAGES
+                k_start = last - (block - 1) * BLOCK_N
+                if count >= STAGES:
+                    barrier("sync", V_FREE + slot, 288)
+                mbarrier.expect(v_ready.index(slot), «k_bytes»)
+                tma.async_copy_global_to_shared(
+                    v_desc, «v_at», v_ready.index(slot), v_smem.index(slot)._reinterpret(«v_block»)
+                )
+        done += blocks
+        mbarrier.wait(next_taken.index(turn & 1), ((turn >> 1) & 1) ^ 1)
+        next_smem.index(turn & 1).store(gl.full([1], 0, gl.int32, gl.BlockedLayout([1], [32], [1], [0])) + next_tile)
+        mbarrier.arrive(next_ready.index(turn & 1))
+        tile = next_tile
+        turn += 1
+'''
+
+CONSUME = '''\
+@gluon.jit
+def consume(given, group: gl.constexpr):
+    """Four warps, 64 rows of each tile of queries."""
+    «given» = given
+    if group == 1:
+        barrier("arrive", TURN, 256)
+    n = gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, SCORES))
+    n_pos = n[None, :].to(gl.float32)
+    row = group * 64 + gl.arange(0, 64, layout=ROWS)[:, None]
+    tile = gl.program_id(0)
+    turn = 0
+    done = 0
+    while tile < tiles:
+        q_start, outer = place_of(tile, section«length»)
+        «program»
+        «rows»
+        «fixed»
+        «pointers»
+        «key_range»
+        «last»
+        «full_range»
+        «above»
+        «below»
+
+        mbarrier.wait(q_ready.index(group), turn & 1)
+        q_tile = q_smem.index(group).load(Q_TILE)
+        fence_async_shared()
+        barrier("arrive", Q_FREE + group, 160)
+
+        # The last keys: nothing to add to yet
+        k_start = last
+        copied(k_ready, done)
+        k_tile = k_smem.index(done % STAGES).permute((1, 0))
+        score = warpgroup_mma(q_tile, k_tile, gl.zeros([64, BLOCK_N], gl.float32, SCORES), use_acc=False, is_async=True)
+        score = warpgroup_mma_wait(0, (score,))
+        barrier("arrive", K_FREE + done % STAGES, 288)
+        «edge_score»
+        row_max = «first_max»
+        weights = «weights»
+        row_sum = sums(weights)
+        p = gl.convert_layout(weights.to(«dtype»), P_TILE)
+        acc = gl.zeros([64, «size»], gl.float32, OUTPUT)
+
+        «above_loop»
+        for block in range(«full_begin», «full_end»):
+            «full_step»
+
+        «below_loop»
+        done += blocks
+        copied(v_ready, done - 1)
+        acc = warpgroup_mma(p, v_smem.index((done - 1) % STAGES), acc, is_async=True)
+        acc, p = warpgroup_mma_wait(0, (acc, p))
+        barrier("arrive", V_FREE + (done - 1) % STAGES, 288)
+
+        row_sum = gl.convert_layout(gl.sum(row_sum, axis=1), ROWS)
+        «finish»
+        o = (acc * gl.convert_layout(1.0 / row_sum, gl.SliceLayout(1, OUTPUT))[:, None]).to(«dtype»)
+        tma.store_wait(0)
+        o_smem.index(group).store(o)
+        fence_async_shared()
+        tma.async_copy_shared_to_global(out_desc, «o_at», o_smem.index(group)._reinterpret(«o_block»))
+
+        mbarrier.wait(next_ready.index(turn & 1), (turn >> 1) & 1)
+        tile = gl.max(next_smem.index(turn & 1).load(gl.BlockedLayout([1], [32], [4], [0])), axis=0)
+        mbarrier.arrive(next_taken.index(turn & 1))
+        turn += 1
+    tma.store_wait(0)
+'''
+
+STEP = '''\
+k_start = last - block * BLOCK_N
+count = done + block
+copied(k_ready, count)
+barrier("sync", TURN + group, 256)
+k_tile = k_smem.index(count % STAGES).permute((1, 0))
+score = warpgroup_mma(q_tile, k_tile, gl.zeros([64, BLOCK_N], gl.float32, SCORES), use_acc=False, is_async=True)
+copied(v_ready, count - 1)
+acc = warpgroup_mma(p, v_smem.index((count - 1) % STAGES), acc, is_async=True)
+barrier("arrive", TURN + 1 - group, 256)
+score = warpgroup_mma_wait(1, (score,))
+barrier("arrive", K_FREE + count % STAGES, 288)
+«score»
+new_max = gl.maximum(row_max, gl.max(score, axis=1)«factor»)
+known(new_max)
+rescale = «rescale»
+row_max = new_max
+weights = «weights»
+row_sum = row_sum * gl.convert_layout(rescale, gl.SliceLayout(1, row_sum.type.layout))[:, None] + sums(weights)
+acc, p = warpgroup_mma_wait(0, (acc, p))
+barrier("arrive", V_FREE + (count - 1) % STAGES, 288)
+acc = acc * gl.convert_layout(rescale, gl.SliceLayout(1, OUTPUT))[:, None]
+p = gl.convert_layout(weights.to(«dtype»), P_TILE)
+'''
+
+ATTENTION = '''\
+@gluon.jit(do_not_specialize=«sizes»)
+def attention(
+    «parameters»
+):
+    q_smem = gl.allocate_shared_memory(«dtype», [2, 64, «size»], SHARED)
+    k_smem = gl.allocate_shared_memory(«dtype», [STAGES, BLOCK_N, «size»], SHARED)
+    v_smem = gl.allocate_shared_memory(«dtype», [STAGES, BLOCK_N, «size»], SHARED)
+    o_smem = gl.allocate_shared_memory(«dtype», [2, 64, «size»], SHARED)
+    next_smem = gl.allocate_shared_memory(gl.int32, [2, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    q_ready = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    k_ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    v_ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    next_ready = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    next_taken = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(2):
+        mbarrier.init(q_ready.index(i), count=1)
+        mbarrier.init(next_ready.index(i), count=1)
+        mbarrier.init(next_taken.index(i), count=2)
+    for i in gl.static_range(STAGES):
+        mbarrier.init(k_ready.index(i), count=1)
+        mbarrier.init(v_ready.index(i), count=1)
+    consumed = (
+        «consumed»
+    )
+    produced = (
+        «produced»
+    )
+    gl.warp_specialize(
+        [(consume, (consumed, 0)), (consume, (consumed, 1)), (produce, (produced,))], [4, 1], [240, 24]
+    )
+'''
+
+LAUNCH_HELPERS = '''\
+def in_rows(x):
+    """x, copied unless a tensor descriptor can say where it lies: dense columns, the rest in whole 16 bytes."""
+    *outer, last = x.stride()
+    step = 16 // x.element_size()
+    whole = last == 1 and x.data_ptr() % 16 == 0 and not any(s % step or not s for s in outer)
+    return x if whole else x.clone(memory_format=torch.contiguous_format)
+
+
+def described(x, block):
+    """A tensor descriptor of x, copied in blocks of that shape."""
+    layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=len(block))
+    return TensorDescriptor(x, list(x.shape), list(x.stride()), block, layout)
+
+
+def section_of(outer, keys):
+    """How many heads take turns: their K and V fit in L2, and they divide the heads evenly."""
+    most = max(1, min(outer, SECTION.value // max(keys, 1)))
+    return next(n for n in range(most, 0, -1) if outer % n == 0)
+'''

@@ -1,0 +1,121 @@
+"""The kernel for Hopper's tensor cores: what it expresses, that it compiles, and what happens where it does not run.
+
+It runs on a GPU only (tests/test_gpu_hopper.py): Triton's interpreter has no Gluon."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+from golden_kernels import paged
+from kernels import tiles
+from regions import H, M, N, age, attention, b, causal, dropout, filled, grouped, h, kv_idx, load, q_idx, score, times
+
+from fusecomp.codegen.compiled import cross_compile
+from fusecomp.codegen.emit import emit
+from fusecomp.codegen.hopper import expresses, specialised
+from fusecomp.errors import KernelError
+from fusecomp.ir.algebra import apply
+from fusecomp.ir.expr import Const, Expr, Size
+from fusecomp.ir.region import AttentionRegion
+
+SCALED = times(score, 0.125)
+CAPPED = times(apply("tanh", times(score, 0.125 / 30)), 30.0)
+ALIBI = apply("sub", SCALED, apply("mul", load(0, h), age))
+WINDOW = apply("lt", age, Const(256))
+DOCUMENTS = apply("eq", load(0, b, q_idx, dtype="int64"), load(0, b, kv_idx, dtype="int64"))
+LAST = apply("ge", apply("sub", apply("add", q_idx, Size("N")), Size("M")), kv_idx)
+
+
+def half(s: Expr = SCALED, *keep: Expr, d: int = 64, **more: object) -> AttentionRegion:
+    return attention(s, *keep, **{"dtype": "bfloat16", "d": d, **more})  # type: ignore[arg-type]
+
+
+EXPRESSED = {
+    "full": half(d=128),
+    "causal": half(SCALED, causal, d=128, **grouped(4)),
+    "last queries": half(SCALED, LAST, d=128),
+    "window, soft cap": half(CAPPED, causal, WINDOW, dtype="float16"),
+    "alibi": half(ALIBI, causal, loads=[((H,), "float32")]),
+    "documents": half(SCALED, DOCUMENTS, loads=[((Size("B"), N), "int64")]),
+    "sink": half(SCALED, causal, sink=load(0, h), loads=[((H,), "float32")]),
+    "bias": half(apply("add", SCALED, load(0, h, q_idx, kv_idx)), loads=[((H, M, N), "float32")]),
+}
+NOT = {
+    "single precision": half(dtype="float32"),
+    "a head size that is no power of two": half(d=80),
+    "two head sizes": half(d=128, dv=64),
+    "dropout": dropout(half()),
+    "rows that see no key under a finite fill": half(SCALED, causal, **filled(-1e9, causal)),
+    "keys behind a table": paged(),
+    "the larger of two": half(apply("max", SCALED, Const(0.0))),
+    "a sink of each row": half(SCALED, sink=load(0, q_idx), loads=[((M,), "float32")]),
+    "another result": half(out_dtype="float32"),
+}
+
+
+@pytest.mark.parametrize("region", EXPRESSED.values(), ids=EXPRESSED)
+def test_what_it_expresses(region: AttentionRegion) -> None:
+    assert expresses(region)
+    text = emit(region, specialised(region, tiles(region))).text
+    assert "warp_specialize" in text
+    assert "tl." not in text.replace("gl.", "")
+
+
+@pytest.mark.parametrize("region", NOT.values(), ids=NOT)
+def test_what_it_does_not(region: AttentionRegion) -> None:
+    assert not expresses(region)
+    with pytest.raises(KernelError, match="plan a portable one"):
+        emit(region, replace(tiles(region), consumers=2))
+
+
+@pytest.mark.parametrize(("name", "saves_lse"), [("causal", False), ("causal", True), ("window, soft cap", True)])
+def test_it_compiles(name: str, saves_lse: bool) -> None:
+    region = EXPRESSED[name]
+    info = cross_compile(emit(region, specialised(region, tiles(region)), saves_lse), 90)
+    assert "wgmma.mma_async" in info.ptx
+    assert "setmaxnreg" in info.ptx
+    assert 0 < info.shared <= 232_448
+    assert info.spills in (0, None)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", EXPRESSED)
+@pytest.mark.parametrize("saves_lse", [False, True])
+def test_all_of_it_compiles(name: str, saves_lse: bool) -> None:
+    region = EXPRESSED[name]
+    assert cross_compile(emit(region, specialised(region, tiles(region)), saves_lse), 90).shared <= 232_448
+
+
+def test_only_the_first_tile_of_a_causal_row_needs_its_mask() -> None:
+    """kv_idx <= q_idx cuts one tile where both sides are 128; another diagonal cuts two."""
+    region = EXPRESSED["causal"]
+    assert "above" not in emit(region, specialised(region, tiles(region))).text
+    region = EXPRESSED["last queries"]
+    assert "for block in range(1, above):" in emit(region, specialised(region, tiles(region))).text
+
+
+FAILS = """
+import torch, fusecomp
+from fusecomp.backend import explain
+from fusecomp.running import hopper
+hopper.takes = lambda *_: True
+def attend(q, k, v):
+    return ((q @ k.mT) * 0.125).softmax(-1) @ v
+args = [torch.randn(1, 2, 40, 64, dtype=torch.float16) for _ in range(3)]
+with torch.no_grad():
+    [entry] = explain(attend, *args).entries
+    fast = torch.compile(attend, backend="fusecomp", options={"inner": "eager", "strict": True})
+    torch.testing.assert_close(fast(*args), attend(*args), atol=5e-3, rtol=5e-3)
+print(entry.status, entry.plan.consumers)
+"""
+
+
+def test_the_portable_kernel_takes_over() -> None:
+    """Where it cannot be launched, as in the interpreter, nobody notices."""
+    env = {**os.environ, "TRITON_INTERPRET": "1"}
+    done = subprocess.run([sys.executable, "-c", FAILS], env=env, capture_output=True, text=True)
+    assert done.stdout.split() == ["fused", "0"], done.stderr[-2000:]
