@@ -67,8 +67,8 @@ def _looks_up(index: Sequence[Expr]) -> bool:
 
 def specialised(region: AttentionRegion, plan: TilePlan) -> TilePlan:
     """The plan with this kernel's one tile, whose cost nothing predicts yet."""
-    tile = {"block_m": ROWS, "block_n": KEYS, "warps": 4, "stages": STAGES[extent(region.dv)], "pack": 1}
-    return replace(plan, **tile, loads="descriptor", consumers=2, cost=None, rejected=())
+    tile = replace(plan, block_m=ROWS, block_n=KEYS, warps=4, stages=STAGES[extent(region.dv)], pack=1)
+    return replace(tile, loads="descriptor", consumers=2, cost=None, rejected=())
 
 
 def output_index(frame: Frame) -> tuple[Expr, ...]:

@@ -34,6 +34,7 @@ from fusecomp.ir.poly import poly
 from fusecomp.ir.region import extent
 
 Lines = list[str]
+Holes = dict[str, str | Lines]
 FIRST_BARRIER = 4
 SHARED = ["next_smem", "q_ready", "k_ready", "v_ready", "next_ready", "next_taken", "tiles", "section"]
 PRODUCER = ["q_desc", "k_desc", "v_desc", "q_smem", "k_smem", "v_smem", *SHARED, "counter_ptr"]
@@ -48,7 +49,7 @@ def hopper(frame: Frame, saves_lse: bool = False) -> tuple[str, list[str]]:
         raise KernelError("no kernel with warps that only copy expresses this attention; plan a portable one")
     length = "".join(f", {p}" for p in _sizes_of(frame))
     wide = ["outer = outer.to(tl.int64)"] if frame.element.hoisted or frame.element.tiles else []
-    shared = {"length": length, "program": [*wide, *decoded(frame)], "fixed": fixed_loads(frame),
+    shared: Holes = {"length": length, "program": [*wide, *decoded(frame)], "fixed": fixed_loads(frame),
               "key_range": key_range(frame), "last": _last(frame)}  # fmt: skip
     produce, produced = _function(frame, PRODUCE, PRODUCER, {**shared, **_copies(frame)})
     consume, consumed = _function(frame, CONSUME, CONSUMER, {**shared, **_consumer(frame, saves_lse)})
@@ -77,7 +78,7 @@ def _sizes_of(frame: Frame) -> list[str]:
     return sorted(names_read(triton_text(frame.q_idx.size, frame.names)) & set(frame.region.sizes))
 
 
-def _function(frame: Frame, skeleton: str, own: Sequence[str], holes: dict[str, str | Lines]) -> tuple[str, list[str]]:
+def _function(frame: Frame, skeleton: str, own: Sequence[str], holes: Holes) -> tuple[str, list[str]]:
     """(text, what it is given): its `own`, and of the region's parameters those that it reads."""
     text = tidy(fill(skeleton, {**holes, "given": "given"}))
     given = [*own, *parameters(frame, names_read(text))]
@@ -96,11 +97,11 @@ def _at(frame: Frame, index: Sequence[Expr], row: Var, start: str) -> str:
     return f"[{', '.join([*places, '0'])}]"
 
 
-def _copies(frame: Frame) -> dict[str, str | Lines]:
+def _copies(frame: Frame) -> Holes:
     """Bytes, coordinates and blocks of what is copied in."""
     region, size = frame.region, extent(frame.region.dv)
     product = region.products[0]
-    found: dict[str, str | Lines] = {"q_bytes": f"{64 * size * 2}", "k_bytes": f"BLOCK_N * {size * 2}"}
+    found: Holes = {"q_bytes": f"{64 * size * 2}", "k_bytes": f"BLOCK_N * {size * 2}"}
     for name, a, row, start in (
         ("q", product.q, frame.q_idx, "q_start + group * 64"),
         ("k", product.k, frame.kv_idx, "k_start"),
@@ -125,7 +126,7 @@ def _last(frame: Frame) -> Lines:
     ]
 
 
-def _consumer(frame: Frame, saves_lse: bool) -> dict[str, str | Lines]:
+def _consumer(frame: Frame, saves_lse: bool) -> Holes:
     """What four warps do with a tile."""
     size, e = extent(frame.region.dv), frame.exponent
     dtype, factor = triton_dtype(frame.region.out_dtype), f" * {frame.factor(e)}" if e.scale != 1.0 else ""
@@ -210,7 +211,7 @@ def _attention(frame: Frame, produced: list[str], consumed: list[str]) -> tuple[
     params = [*TAKEN, *parameters(frame, {*produced, *consumed})]
     sizes = "[" + ", ".join(f'"{p}"' for p in ("tiles", "section", *unspecialised(frame, params))) + "]"
     size, dtype = str(extent(frame.region.dv)), triton_dtype(frame.region.out_dtype)
-    holes: dict[str, str | Lines] = {"sizes": sizes, "parameters": wrapped(params, 4), "dtype": dtype, "size": size}
+    holes: Holes = {"sizes": sizes, "parameters": wrapped(params, 4), "dtype": dtype, "size": size}
     return tidy(fill(ATTENTION, {**holes, "consumed": wrapped(consumed, 8), "produced": wrapped(produced, 8)})), params
 
 
