@@ -62,16 +62,14 @@ def cross_compile(source: KernelSource, arch: Arch, kernel: str = "attention") -
         plan = source.plan_of(kernel)
         signature, constants, attributes = _signature(source, plan, function.arg_names)
         options = {"num_warps": plan.warps, "num_stages": Frame(source.region, plan).stages}
+        most = hopper.REGISTERS if plan.consumers else plan.registers
+        if most and kernel == "attention" and target.backend == "cuda":
+            options["maxnreg"] = most
+        if plan.consumers:
+            signature = _described(source, signature)
         begin = time.perf_counter()
         try:
-            if plan.consumers:
-                from triton.experimental.gluon._runtime import GluonASTSource as Source
-
-                options = {"num_warps": plan.warps, "maxnreg": hopper.REGISTERS}
-                signature = _described(source, signature)
-            else:
-                from triton.compiler import ASTSource as Source
-            ast = Source(function, signature, constants, attributes)
+            ast = _language(plan)(function, signature, constants, attributes)
             made = triton.compile(ast, target=target, options=options)
         except Exception as error:
             raise KernelError(f"{source.name} does not compile for {arch}: {error}") from error
@@ -79,6 +77,17 @@ def cross_compile(source: KernelSource, arch: Arch, kernel: str = "attention") -
         registers, spills = _resources(made.asm.get("cubin"), Path(folder))
     ptx = made.asm.get("ptx") or made.asm.get("amdgcn", "")
     return CompiledInfo(str(ptx), int(made.metadata.shared), registers, spills, seconds)
+
+
+def _language(plan: TilePlan) -> Any:
+    """What reads a kernel: Gluon's front end or Triton's."""
+    if plan.consumers:
+        from triton.experimental.gluon._runtime import GluonASTSource
+
+        return GluonASTSource
+    from triton.compiler import ASTSource
+
+    return ASTSource
 
 
 def _module(source: KernelSource, folder: Path) -> ModuleType:
