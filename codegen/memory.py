@@ -9,7 +9,7 @@ from fusecomp.codegen.frame import Chunk, Frame
 from fusecomp.codegen.pages import KEY, looked_up, paged_address
 from fusecomp.codegen.printer import HALF, Names, triton_dtype, triton_text
 from fusecomp.errors import KernelError
-from fusecomp.ir.expr import Expr, Load, Var, parts, variables
+from fusecomp.ir.expr import Expr, Load, Var, dtype_kind, parts, variables
 from fusecomp.ir.poly import Poly
 from fusecomp.ir.region import Access
 
@@ -88,8 +88,11 @@ def query_tiles(frame: Frame) -> Lines:
 
 
 def converted(frame: Frame, operand: str, dtype: str) -> str:
-    """Rounding of an operand to the dtype that its product is computed in."""
-    return f".to({triton_dtype(dtype)})" if frame.region.operand(operand).dtype != dtype else ""
+    """Rounding of an operand to the dtype that its product is computed in. Integers go by way of float32, as they do in
+    hardware; Triton's interpreter turns them into no bfloat16 otherwise."""
+    held = frame.region.operand(operand).dtype
+    whole = ".to(tl.float32)" if dtype_kind(held) == "int" and dtype != "float32" else ""
+    return f"{whole}.to({triton_dtype(dtype)})" if held != dtype else ""
 
 
 def tile_pointers(frame: Frame) -> Lines:

@@ -7,10 +7,14 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from fusecomp.ir.expr import Apply, Const, Expr, Load, Score, parts, variables
+
+OPERAND = re.compile(r"[qkv]\d*")
+"""Q, K and V, whose own tiles are q_tile, k_tile, v_tile."""
 
 
 @dataclass(frozen=True)
@@ -47,10 +51,12 @@ def _named(found: Iterable[Expr], kv_idx: str, varying: str) -> Values:
 
 
 def _stem(x: Expr, ending: str) -> str:
-    """bias_tile, slopes_value; per_h for something computed from h."""
+    """bias_tile, slopes_value; v_element beside v_tile, which is the operand's; per_h for something computed from h."""
     if is_dropout(x):
         return "kept_tile"
-    return f"{x.tensor}_{ending}" if isinstance(x, Load) else "_".join(["per", *sorted(variables(x))])
+    if isinstance(x, Load):
+        return f"{x.tensor}_{'element' if OPERAND.fullmatch(x.tensor) else ending}"
+    return "_".join(["per", *sorted(variables(x))])
 
 
 def is_dropout(e: Expr) -> bool:

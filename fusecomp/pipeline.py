@@ -30,6 +30,7 @@ from fusecomp.patterns.attention import Declined, recognise
 from fusecomp.patterns.build import Match
 from fusecomp.patterns.dropout import put_back as unseed
 from fusecomp.patterns.dropout import seed_dropouts
+from fusecomp.patterns.folding import fold
 from fusecomp.patterns.sdpa import plain_calls, put_back, write_out
 from fusecomp.patterns.sums import distribute
 from fusecomp.report import Entry
@@ -71,6 +72,7 @@ def compile_graph(gm: GraphModule, values: Sequence[Any], options: Options) -> C
         return unread(gm, error, "declined")
     written = write_out(captured)
     distribute(captured)
+    fold(captured)
     dropouts = seed_dropouts(captured)
     entries = list(plain_sdpa(captured))
     taken = set()

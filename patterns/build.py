@@ -10,7 +10,7 @@ from torch.fx import Node
 
 from fusecomp.graph.facts import dtype, op_name, place, reach, shape, storage, written_arguments
 from fusecomp.graph.learning import cut, learns, records
-from fusecomp.ir.algebra import ZERO, const
+from fusecomp.ir.algebra import ZERO, apply, const
 from fusecomp.ir.expr import Const, Expr, Load, Reduce, Score, Var, parts, transform, variables
 from fusecomp.ir.region import Access, AttentionRegion, Operand, Product
 from fusecomp.patterns import dropout
@@ -76,7 +76,9 @@ def build(lift: Lift, found: Found, anchor: Node, shared: Container[Node] = ()) 
     held = [scores.score, *scores.keep, found.weights.scores, found.weights.factor, found.weights.sink or ZERO]
     products = dict(score_products(lift, found, held, anchor))
     check_free(found.weights, products, found.index("kv_idx").name)
-    v = value_access(lift, found, scores.keep if scores.fill == float("-inf") else ())
+    v, factor = value_access(lift, found, scores.keep if scores.fill == float("-inf") else ())
+    found = replace(found, weights=found.weights.times(factor))
+    held += [factor, *(p.factor for p in products.values())]
     names = operand_names(list(products.values()), v, held, set(products))
     made = [lift.reads[p.tensor].node for p in products]
     interior, sums = closed_interior(lift, made, set(names), found, shared)
@@ -202,7 +204,9 @@ def bind(
 ) -> Match:  # fmt: skip
     """Rename tensors and lengths, so that equal attentions make equal regions, and remember what each name is."""
     sizes = Lengths(lift, found, names, interior)
-    score_of: dict[Expr, Expr] = {load: Score(t) for t, load in enumerate(products)}
+    score_of: dict[Expr, Expr] = {
+        load: apply("mul", Score(t), pair.factor) for t, (load, pair) in enumerate(products.items())
+    }
 
     def named(e: Expr) -> Expr:
         e = transform(e, score_of.get)

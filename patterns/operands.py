@@ -12,24 +12,30 @@ from dataclasses import dataclass, field
 
 from torch.fx import Node
 
+import fusecomp.patterns.fetches
 import fusecomp.patterns.reductions
-import fusecomp.patterns.spellings
-import fusecomp.patterns.views  # noqa: F401  (the three register their rules)
+import fusecomp.patterns.spellings  # noqa: F401  (these register their rules)
 from fusecomp.graph.facts import dtype, op_name, value
 from fusecomp.graph.learning import cut
 from fusecomp.ir.algebra import apply
-from fusecomp.ir.expr import Apply, Const, Expr, Load, Var, parts, variables
+from fusecomp.ir.expr import Apply, Const, Expr, Load, Size, Var, parts, variables
 from fusecomp.ir.poly import poly
 from fusecomp.ir.ranges import bound_of
 from fusecomp.patterns.contraction import Contraction
 from fusecomp.patterns.lift import RULES, VIEWS, Index, Lift, Rule
 from fusecomp.patterns.masks import conjuncts, oriented
+from fusecomp.patterns.views import pieces_in_step
 
-MOVES = {name: RULES[name] for name in [*VIEWS, "index", "_unsafe_index", "index_select", "gather", "take_along_dim"]}
+FETCHES = ("index", "_unsafe_index", "index_select", "gather", "take_along_dim", "take", "embedding")
+JOINED = dict.fromkeys(("cat", "concat", "concatenate"), pieces_in_step) | {"stack": RULES["stack"]}
+MOVES = {name: RULES[name] for name in [*VIEWS, *FETCHES]} | JOINED
 ZEROING = {
     name: RULES[name] for name in ("where", "masked_fill", "zeros", "zeros_like", "full", "full_like", "new_zeros")
 }
+CASTS = ("to", "_to_copy", "type_as", "float", "half", "bfloat16")
 WIDER = {
+    "int8": ("bfloat16", "float16", "float32"),
+    "uint8": ("bfloat16", "float16", "float32"),
     "float8_e4m3fn": ("bfloat16", "float16", "float32"),
     "float8_e5m2": ("bfloat16", "float16", "float32"),
     "bfloat16": ("float32",),
@@ -47,9 +53,7 @@ class Moves(Lift):
 
     def lift_tensor(self, node: Node, index: Index) -> Expr:
         place = self.facts.position[node]
-        casts = op_name(node) in ("to", "_to_copy", "type_as", "float")
-        exact = casts and dtype(node) in WIDER.get(dtype(node.args[0]), ())
-        if exact and not cut(node) and not self.facts.written_between(node, place, self.at):
+        if exact(node) and not cut(node) and not self.facts.written_between(node, place, self.at):
             found = self.lift_at(node.args[0], node, index)
             if self.stale(found, node):
                 return self.leaf(node, index)
@@ -68,14 +72,18 @@ class Moves(Lift):
         return self.leaf(node, index)
 
 
-def operand(lift: Lift, node: Node, index: Index, row: Var, column: Var, at: int) -> Load:
-    """Which element of which tensor stands at node[index]: as far down as the kernel can address it.
+def exact(node: Node) -> bool:
+    """Whether a node is a cast that loses nothing."""
+    if op_name(node) not in CASTS or value(node.args[0]).device != value(node).device:
+        return False
+    return dtype(node) in (dtype(node.args[0]), *WIDER.get(dtype(node.args[0]), ()))
 
-    The kernel wants the column (d) on its own: every coordinate is affine in `column`, and none mixes it with `row`.
-    """
+
+def operand(lift: Lift, node: Node, index: Index, column: Var, at: int) -> Load:
+    """Which element of which tensor stands at node[index]: as far down as the kernel can address it."""
     moves = Moves(lift.facts, constants=lift.constants, at=at, limit=lift.limit)
     found = moves.lift(node, index)
-    if isinstance(found, Load) and addressable(found, row, column):
+    if isinstance(found, Load) and addressable(found, column):
         return taken(lift, moves, found)
     return lift.leaf(node, index)  # type: ignore[return-value]
 
@@ -89,7 +97,7 @@ def taken(lift: Lift, moves: Moves, found: Load) -> Load:
     return found
 
 
-def values(lift: Lift, node: Node, index: Index, row: Var, column: Var, at: int, keep: tuple[Expr, ...]) -> Load:
+def values(lift: Lift, node: Node, index: Index, column: Var, at: int, keep: tuple[Expr, ...]) -> Load:
     """V; in pages also where the program zeroed what lies past a length, which is never read.
 
     (c ? V : 0)[.., n, ..] = V[.., n, ..]    for every key n that is read, if c only says n < length, as `keep` does
@@ -101,10 +109,10 @@ def values(lift: Lift, node: Node, index: Index, row: Var, column: Var, at: int,
         case Apply("where", (c, Const(0 | 0.0), Load() as x)):
             live = apply("not", c)
         case _:
-            return operand(lift, node, index, row, column, at)
-    if unread(live, x, keep) and addressable(x, row, column):
+            return operand(lift, node, index, column, at)
+    if unread(live, x, keep) and addressable(x, column):
         return taken(lift, moves, x)
-    return operand(lift, node, index, row, column, at)
+    return operand(lift, node, index, column, at)
 
 
 def unread(c: Expr, x: Load, keep: tuple[Expr, ...]) -> bool:
@@ -121,11 +129,16 @@ def unread(c: Expr, x: Load, keep: tuple[Expr, ...]) -> bool:
     return True
 
 
-def addressable(load: Load, row: Var, column: Var) -> bool:
-    """Whether each coordinate is a sum of a part in `column` alone with constant factors, and a part without it."""
+def addressable(load: Load, column: Var) -> bool:
+    """Whether each coordinate is a sum of a part in the column (d) alone, as d or d // 8, and a part without it."""
     for coordinate in load.index:
         for monomial in poly(coordinate):
             inside = [f for f in monomial if column.name in variables(f)]
-            if inside and (len(monomial) > 1 or inside != [column]):
+            if inside and (len(monomial) > 1 or not alone(inside[0], column)):
                 return False
     return any(column.name in variables(c) for c in load.index)
+
+
+def alone(e: Expr, column: Var) -> bool:
+    """Whether `e` is a function of the column that is known before the run."""
+    return variables(e) == {column.name} and not any(isinstance(x, Load | Size) for x in parts(e))

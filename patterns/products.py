@@ -12,7 +12,8 @@ from fusecomp.ir.algebra import TRUE, ZERO, apply, const
 from fusecomp.ir.expr import Const, Expr, Load, Var, parts, variables
 from fusecomp.patterns.contraction import Contraction
 from fusecomp.patterns.lift import Decline, Lift
-from fusecomp.patterns.operands import operand, values
+from fusecomp.patterns.operands import operand
+from fusecomp.patterns.quantised import scaled_keys, scaled_values
 from fusecomp.patterns.reasons import OTHER_DTYPE, no_scores
 from fusecomp.patterns.weights import Weights
 
@@ -54,6 +55,8 @@ class Pair:
     k: Load
     d: Var
     dtype: str
+    factor: Expr = Const(1.0)
+    """Of the product: a scale of the keys."""
 
 
 def score_products(lift: Lift, found: Found, held: list[Expr], anchor: Node) -> Iterator[tuple[Load, Pair]]:
@@ -100,11 +103,10 @@ def as_product(lift: Lift, found: Found, load: Load, count: int) -> Pair | None:
     if "kv_idx" in rows[0] or rows[1] != {"kv_idx"}:
         return None
     check_head(int(length), "head size", node)
-    q_idx, kv_idx = found.index("q_idx"), found.index("kv_idx")
     place_of = lift.facts.position[node]
-    q = operand(lift, spec.left, left, q_idx, d, place_of)
-    k = operand(lift, spec.right, right, kv_idx, d, place_of)
-    return Pair(q, k, d, product_dtype(dtype(node), q.dtype, k.dtype, node))
+    q = operand(lift, spec.left, left, d, place_of)
+    k, factor = scaled_keys(lift, spec.right, right, d, place_of)
+    return Pair(q, k, d, product_dtype(dtype(node), q.dtype, k.dtype, node), factor)
 
 
 def check_head(size: int, what: str, node: Node) -> None:
@@ -134,8 +136,9 @@ def product_dtype(computed: str, q: str, k: str, node: Node) -> str:
     return q if computed == "float32" and q == k and q in HALF_OR_SINGLE else computed
 
 
-def value_access(lift: Lift, found: Found, keep: tuple[Expr, ...]) -> Load:
-    """Which element of which tensor V is. Keys outside `keep` have a weight of 0. Raises Decline."""
+def value_access(lift: Lift, found: Found, keep: tuple[Expr, ...]) -> tuple[Load, Expr]:
+    """Which element of which tensor V is, and a factor of its weight. Keys outside `keep` have a weight of 0.
+    Raises Decline."""
     spec, dv = found.spec, found.index("dv")
     if dtype(found.product) not in HALF_OR_SINGLE:
         raise Decline(f"products in {dtype(found.product)} have no kernel", found.product, OTHER_DTYPE)
@@ -144,4 +147,4 @@ def value_access(lift: Lift, found: Found, keep: tuple[Expr, ...]) -> Load:
     check_head(int(size), "value head size", found.product)
     fixed = Var("dv", const(int(size)))
     index = tuple(fixed if a == letter else found.axes.get(a, ZERO) for a in spec.right_axes)
-    return values(lift, spec.right, index, found.index("kv_idx"), fixed, lift.facts.position[found.product], keep)
+    return scaled_values(lift, spec.right, index, fixed, lift.facts.position[found.product], keep)

@@ -7,20 +7,33 @@ from typing import Any
 from torch.fx import Node
 
 from fusecomp.graph.facts import dtype, op_name, shape
-from fusecomp.ir.algebra import apply, const, substitute
+from fusecomp.ir.algebra import ONE, apply, const, substitute
 from fusecomp.ir.expr import Expr, Reduce, Var, parts
 from fusecomp.patterns.lift import Index, Lift, argument, axis, rule
 
 
-def over(lift: Lift, source: Node, dim: Any, index: Index, keepdim: bool) -> tuple[list[Var], Expr]:
+def over(lift: Lift, source: Node, dim: Any, index: Index, keepdim: bool) -> tuple[Var, Expr]:
     """(j, source[.., j, ..]) for a reduction over one axis of `source`, several, or all; `index` indexes the result."""
     rank = len(shape(source))
     dims = dim if isinstance(dim, list | tuple) else [] if dim is None else [dim]
     summed = {axis(d, rank) for d in dims} or set(range(rank))
     kept = [i for n, i in enumerate(index) if n not in summed] if keepdim else list(index)
-    bound = {d: lift.fresh(shape(source)[d]) for d in sorted(summed)}
-    around = tuple(bound[d] if d in bound else kept.pop(0) for d in range(rank))
-    return list(bound.values()), lift.lift(source, around)
+    j, places = together(lift, [shape(source)[d] for d in sorted(summed)])
+    return j, lift.lift(source, tuple(places.pop(0) if d in summed else kept.pop(0) for d in range(rank)))
+
+
+def together(lift: Lift, lengths: list[Expr]) -> tuple[Var, list[Expr]]:
+    """One index over several axes, in row-major order, and the place that it means in each: pages and their slots."""
+    total: Expr = ONE
+    for length in lengths:
+        total = apply("mul", total, length)
+    j = lift.fresh(total)
+    flat: Expr = j
+    places: list[Expr] = []
+    for n, length in reversed(list(enumerate(lengths))):
+        places.insert(0, apply("mod", flat, length) if n else flat)
+        flat = apply("floordiv", flat, length)
+    return j, places
 
 
 @rule("amax")
@@ -46,12 +59,8 @@ def some(lift: Lift, node: Node, index: Index) -> Expr | None:
 
 def reduced(lift: Lift, node: Node, index: Index, op: str) -> Expr | None:
     """A reduction of what holds no score is computed once, outside."""
-    bound, e = over(lift, node.args[0], argument(node, 1, "dim"), index, argument(node, 2, "keepdim", False))
-    if not lift.holds_score(e):
-        return None
-    for j in bound:
-        e = reduce(lift, node, op, j, e)
-    return e
+    j, e = over(lift, node.args[0], argument(node, 1, "dim"), index, argument(node, 2, "keepdim", False))
+    return reduce(lift, node, op, j, e) if lift.holds_score(e) else None
 
 
 def reduce(lift: Lift, node: Node, op: str, j: Var, body: Expr) -> Reduce:
@@ -74,8 +83,8 @@ def reduced_values(lift: Lift, node: Node, which: int, index: Index) -> Expr | N
 @rule("logsumexp")
 def logsumexp(lift: Lift, node: Node, index: Index) -> Expr | None:
     """log sum_j exp x[.., j, ..]"""
-    bound, e = over(lift, node.args[0], argument(node, 1, "dim"), index, argument(node, 2, "keepdim", False))
-    return apply("log", reduce(lift, node, "sum", bound[0], apply("exp", e))) if len(bound) == 1 else None
+    j, e = over(lift, node.args[0], argument(node, 1, "dim"), index, argument(node, 2, "keepdim", False))
+    return apply("log", reduce(lift, node, "sum", j, apply("exp", e)))
 
 
 @rule("linalg_vector_norm", "norm")
@@ -84,8 +93,8 @@ def norm(lift: Lift, node: Node, index: Index) -> Expr | None:
     dim, keepdim = argument(node, 2, "dim"), argument(node, 3, "keepdim", False)
     if argument(node, 1, "ord", 2) not in (1, 1.0) or dim is None:
         return None
-    bound, e = over(lift, node.args[0], dim, index, keepdim)
-    return reduce(lift, node, "sum", bound[0], apply("abs", e)) if len(bound) == 1 and lift.holds_score(e) else None
+    j, e = over(lift, node.args[0], dim, index, keepdim)
+    return reduce(lift, node, "sum", j, apply("abs", e)) if lift.holds_score(e) else None
 
 
 def normalised(lift: Lift, node: Node, index: Index) -> tuple[Expr, Expr] | None:

@@ -8,6 +8,7 @@ import torch
 
 from fusecomp.ir.algebra import apply, cast, const, log_add_exp
 from fusecomp.ir.expr import Apply, Const, Expr, Reduce, kind, parts
+from fusecomp.ir.poly import is_natural, poly, upper
 
 
 def real(e: Expr) -> Expr:
@@ -31,6 +32,47 @@ def power(x: Expr, y: Expr) -> Expr | None:
             return apply("div", const(1.0), real(x))
         case Const(base), _ if base > 0:
             return apply("exp", apply("mul", real(y), const(math.log(base))))
+    return None
+
+
+def halved(x: Expr, bits: Expr) -> Expr | None:
+    """x >> n = x // 2^n for integers, negative ones too"""
+    return _shift("floordiv", x, bits)
+
+
+def doubled(x: Expr, bits: Expr) -> Expr | None:
+    """x << n = x 2^n"""
+    return _shift("mul", x, bits)
+
+
+def _shift(op: str, x: Expr, bits: Expr) -> Expr | None:
+    match bits:
+        case Const(int(n)) if kind(x) == "int" and 0 <= n < 31:
+            return apply(op, x, const(1 << n))
+    return None
+
+
+def low_bits(x: Expr, mask: Expr) -> Expr | None:
+    """x & (2^n - 1) = x mod 2^n, x & -2^n = x - x mod 2^n; and of truth values"""
+    match mask:
+        case _ if kind(x) == kind(mask) == "bool":
+            return apply("and", x, mask)
+        case Const(int(ones)) if kind(x) == "int" and not isinstance(ones, bool):
+            if ones > 0 and ones & (ones + 1) == 0:
+                return apply("mod", x, const(ones + 1))
+            if ones < 0 and ones & -ones == -ones:
+                return apply("sub", x, apply("mod", x, const(-ones)))
+    return low_bits(mask, x) if isinstance(x, Const) and not isinstance(mask, Const) else None
+
+
+def either_bit(x: Expr, y: Expr) -> Expr | None:
+    """x | y = x + y for a multiple x of 2^n, 0 <= y < 2^n; or of truth values"""
+    if kind(x) == kind(y) == "bool":
+        return apply("or", x, y)
+    for high, low in ((x, y), (y, x)):
+        top = upper(low) if kind(low) == kind(high) == "int" and is_natural(low) else None
+        if top is not None and not any(c % (1 << top.bit_length()) for c in poly(high).values()):
+            return apply("add", high, low)
     return None
 
 

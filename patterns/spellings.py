@@ -15,10 +15,25 @@ from torch.fx import Node
 from fusecomp.graph.facts import dtype, is_tensor, number, op_name, value
 from fusecomp.ir.algebra import ONE, ZERO, apply, cast, const
 from fusecomp.ir.expr import Apply, Const, Expr, dtype_kind, kind, variables
+from fusecomp.ir.poly import is_natural
 from fusecomp.patterns.lift import RULES, Decline, Index, Lift, argument, lift_argument, rule, runs_over_keys
 from fusecomp.patterns.reductions import reduced
 from fusecomp.patterns.rounding import HALF, absorbed, retyped, stored, truth
-from fusecomp.patterns.scalars import clamp, elu, gelu, leaky_relu, logaddexp, nan_to_num, power, real, softplus
+from fusecomp.patterns.scalars import (
+    clamp,
+    doubled,
+    either_bit,
+    elu,
+    gelu,
+    halved,
+    leaky_relu,
+    logaddexp,
+    low_bits,
+    nan_to_num,
+    power,
+    real,
+    softplus,
+)
 
 LOG2, INF = math.log(2.0), float("inf")
 
@@ -32,7 +47,7 @@ def logical(op: str) -> Callable[..., Expr]:
 
 
 def bitwise(op: str) -> Callable[..., Expr | None]:
-    """& | ^ on truth values; on integers they are not lifted."""
+    """~ ^ on truth values; on integers they are not lifted."""
     return lambda *args: apply(op, *args) if all(kind(a) == "bool" for a in args) else None
 
 
@@ -62,13 +77,15 @@ POINTWISE: dict[str, Callable[..., Expr | None]] = {
     "less": arithmetic("lt"), "less_equal": arithmetic("le"), "greater": arithmetic("gt"),
     "greater_equal": arithmetic("ge"),
     "logical_and": logical("and"), "logical_or": logical("or"), "logical_not": logical("not"),
-    "logical_xor": logical("xor"), "bitwise_and": bitwise("and"), "bitwise_or": bitwise("or"),
+    "logical_xor": logical("xor"), "bitwise_and": low_bits, "bitwise_or": either_bit,
     "bitwise_xor": bitwise("xor"), "bitwise_not": bitwise("not"),
-    "__and__": bitwise("and"), "__or__": bitwise("or"), "__xor__": bitwise("xor"),
+    "__and__": low_bits, "__or__": either_bit, "__xor__": bitwise("xor"),
+    "bitwise_right_shift": halved, "__rshift__": halved, "bitwise_left_shift": doubled, "__lshift__": doubled,
     "isnan": lambda x: apply("isnan", x), "nan_to_num": nan_to_num,
     "isneginf": lambda x: apply("eq", x, const(-INF)), "isposinf": lambda x: apply("eq", x, const(INF)),
     "isinf": lambda x: apply("eq", apply("abs", x), const(INF)),
     "remainder": lambda a, b: apply("mod", a, b) if natural_divisor(a, b) else None,
+    "fmod": lambda a, b: apply("mod", a, b) if natural_divisor(a, b) and is_natural(a) else None,
     "floor_divide": lambda a, b: apply("floordiv", a, b) if natural_divisor(a, b) else None,
 }  # fmt: skip
 """ATen name: the scalar it computes from the scalars of its arguments."""
@@ -133,10 +150,10 @@ ARGUMENT = {"min": "low", "max": "high", "nan": "nan", "posinf": "top", "neginf"
 
 
 def rounded_division(lift: Lift, node: Node, index: Index) -> Expr | None:
-    """div(a, b, rounding_mode="floor") of integers"""
+    """div(a, b, rounding_mode=...) of integers; "trunc" and "floor" are one for a >= 0"""
     a, b = (lift_argument(lift, node, x, index) for x in node.args)
-    floor = node.kwargs["rounding_mode"] == "floor"
-    return apply("floordiv", a, b) if floor and natural_divisor(a, b) else None
+    floor = natural_divisor(a, b) and (node.kwargs["rounding_mode"] == "floor" or is_natural(a))
+    return apply("floordiv", a, b) if floor else None
 
 
 for _name in POINTWISE:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -9,9 +10,10 @@ import torch
 from torch.fx import Node
 
 from fusecomp.graph.facts import dtype, is_tensor, number, op_name, shape, size_expr, value
-from fusecomp.ir.algebra import TRUE, ZERO, apply, cast, const
+from fusecomp.ir.algebra import TRUE, ZERO, apply, cast, const, substitute
 from fusecomp.ir.expr import Const, Expr, kind
 from fusecomp.patterns.lift import Index, Lift, argument, axis, broadcast, rule
+from fusecomp.patterns.series import series
 
 PRIMES = (2, 3, 5, 7, 11, 13, 17)
 
@@ -173,6 +175,8 @@ def padded(lift: Lift, node: Node, index: Index) -> Expr | None:
 def concatenated(lift: Lift, node: Node, index: Index) -> Expr:
     """y[.., i, ..] = a[.., i, ..] if i < |a| else b[.., i - |a|, ..]. Empty legacy pieces of shape [0] are skipped."""
     dim = axis(argument(node, 1, "dim", 0), len(index))
+    if (whole := pieces_in_step(lift, node, index)) is not None:
+        return whole
     parts = [x for x in node.args[0] if len(shape(x)) == len(index)]
     ends: list[Expr] = []
     for x in parts:
@@ -189,72 +193,32 @@ def concatenated(lift: Lift, node: Node, index: Index) -> Expr:
     return chosen
 
 
+def pieces_in_step(lift: Lift, node: Node, index: Index) -> Expr | None:
+    """cat of equal pieces that are one function of their number, at index // length."""
+    dim = axis(argument(node, 1, "dim", 0), len(index))
+    lengths = {shape(x)[dim] for x in node.args[0] if len(shape(x)) == len(index)}
+    if len(lengths) != 1 or len(node.args[0]) == 1 or isinstance(index[dim], Const):
+        return None
+    length = lengths.pop()
+    inside = replaced(index, dim, lambda i: apply("mod", i, length))
+    return numbered(lift, node.args[0], inside, apply("floordiv", index[dim], length))
+
+
+def numbered(lift: Lift, pieces: Sequence[Node], index: Index, which: Expr) -> Expr | None:
+    """pieces[which][index], where they are one function of their number."""
+    found = series([lift.lift(x, index) for x in pieces])
+    return None if found is None else substitute(found[1], {found[0]: which})
+
+
 @rule("stack")
 def stacked(lift: Lift, node: Node, index: Index) -> Expr | None:
-    """y[.., k, ..] = x_k[..], for a constant k"""
+    """y[.., k, ..] = x_k[..]"""
     dim = axis(argument(node, 1, "dim", 0), len(index))
+    rest = (*index[:dim], *index[dim + 1 :])
     match index[dim]:
         case Const(int(k)):
-            return lift.lift(node.args[0][k], (*index[:dim], *index[dim + 1 :]))
-    return None
-
-
-@rule("index", "_unsafe_index")
-def indexed(lift: Lift, node: Node, index: Index) -> Expr | None:
-    """x[i0, :, i1]: the index tensors broadcast together; their axes stand where the first of them did, or in front."""
-    source, indices = node.args[0], list(node.args[1])
-    used = [k for k, i in enumerate(indices) if i is not None]
-    tensors = [indices[k] for k in used]
-    if not used or any(value(t).dtype == torch.bool for t in tensors):
-        return None
-    joint = torch.broadcast_shapes(*[tuple(value(t).shape) for t in tensors])
-    outer = [size_expr(n) for n in joint]
-    together = used == list(range(used[0], used[-1] + 1))
-    start = used[0] if together else 0
-    at = index[start : start + len(joint)]
-    rest = [*index[:start], *index[start + len(joint) :]]
-    found: list[Expr] = []
-    for k, size in enumerate(shape(source)):
-        if k in used:
-            element = lift.lift(indices[k], broadcast(tuple(at), outer, shape(indices[k])))
-            if not lift.indexes(element):
-                return None
-            found.append(wrapped(element, size))
-        else:
-            found.append(rest.pop(0))
-    return lift.lift(source, tuple(found))
-
-
-@rule("index_select")
-def index_selected(lift: Lift, node: Node, index: Index) -> Expr | None:
-    """y[.., i, ..] = x[.., positions[i], ..]"""
-    source, dim, positions = node.args[:3]
-    dim = axis(dim, len(index))
-    at = lift.lift(positions, (index[dim],))
-    return lift.lift(source, replaced(index, dim, lambda _: at)) if lift.indexes(at) else None
-
-
-@rule("gather", "take_along_dim")
-def gathered(lift: Lift, node: Node, index: Index) -> Expr | None:
-    """y[i] = x[i with coordinate dim replaced by positions[i]]"""
-    by_name = op_name(node) == "gather"
-    source, positions = node.args[0], node.args[2] if by_name else node.args[1]
-    dim = node.args[1] if by_name else argument(node, 2, "dim")
-    if dim is None:
-        return None
-    at = lift.lift(positions, broadcast(index, shape(node), shape(positions)))
-    if not lift.indexes(at):
-        return None
-    inner = replaced(index, axis(dim, len(index)), lambda _: at)
-    return lift.lift(source, broadcast(inner, shape(node), shape(source)))
-
-
-@rule("embedding")
-def embedded(lift: Lift, node: Node, index: Index) -> Expr | None:
-    """y[.., d] = table[ids[..], d]"""
-    table, ids = node.args[:2]
-    at = lift.lift(ids, index[:-1])
-    return lift.lift(table, (at, index[-1])) if lift.indexes(at) else None
+            return lift.lift(node.args[0][k], rest)
+    return numbered(lift, node.args[0], rest, index[dim])
 
 
 def replaced(index: Index, dim: int, f: Any) -> Index:

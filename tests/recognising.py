@@ -14,6 +14,7 @@ from fusecomp.ir.region import AttentionRegion
 from fusecomp.patterns.attention import Declined, recognise
 from fusecomp.patterns.build import Match
 from fusecomp.patterns.dropout import seed_dropouts
+from fusecomp.patterns.folding import fold
 from fusecomp.patterns.sdpa import write_out
 
 
@@ -24,6 +25,7 @@ def candidates(fn: Callable[..., Any], *args: Any, dynamic: bool | None = None) 
     def look(gm: GraphModule, _: Any) -> Callable[..., Any]:
         captured = capture(gm, placeholder_values(gm))
         write_out(captured)
+        fold(captured)
         seed_dropouts(captured)
         found.extend(recognise(captured))
         return gm.forward

@@ -10,14 +10,32 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from corpus import dense, idioms, logsums, masked, packed, paged, score, spelled, twins, written
+from corpus import (
+    dense,
+    idioms,
+    logsums,
+    masked,
+    packed,
+    paged,
+    paged_fetched,
+    paged_masked,
+    paged_more,
+    paged_near,
+    paged_near_writes,
+    paged_written,
+    score,
+    spelled,
+    twins,
+    written,
+)
 
 from fusecomp import backend
 from fusecomp.pipeline import Compilation
 from fusecomp.report import Entry
 
 ROOT = Path(__file__).parent
-TABLES = (dense, paged, spelled, masked, packed, written, twins, idioms, logsums)
+LONG = (dense, paged, paged_fetched, paged_masked, paged_more, paged_near, paged_near_writes, paged_written)
+TABLES = (*LONG, spelled, masked, packed, written, twins, idioms, logsums)
 
 QUICK = {
     "mul_scale", "exp_over_sum", "einsum_bqhd", "k_permuted_straight_equal_axes", "bmm_scaled", "diffusers_baddbmm",
@@ -27,9 +45,14 @@ QUICK = {
     "relative_bias_table", "hf_gpt_oss_eager", "hf_opt_eager", "mla_latent", "multi_head_attention_forward",
     "autocast_bfloat16", "weights_escape", "softmax_over_queries", "cumsum_over_keys", "table_index", "slot_index",
     "head_major_pages", "ragged_queries", "float8_pages", "latent_pages", "write_slots_then_read",
-    "empty_sequence_guarded",
+    "empty_sequence_guarded", "bits_joined_by_or", "one_block_at_a_time", "split_head_size", "head_in_the_index",
+    "tree_of_drafts", "int8_scale_of_each_token", "owners_by_search", "latent_in_two_pools", "index_copied",
+    "slots_of_padding", "pages_kept_apart", "exponentials_of_pages", "elements_taken", "pools_returned",
+    "bits_that_collide", "truncated_below_zero", "blocks_out_of_order", "later_of_two_lengths",
+    "past_the_length_or_even", "doubled_in_eight_bits", "rounded_on_the_way", "values_written_under_the_scores",
+    "written_between_fetch_and_use",
 }  # fmt: skip
-"""Of dense and paged, what every run takes; the rest is slow."""
+"""Of the long tables, what every run takes; the rest is slow."""
 INTERPRETED = "mul_scale,gqa_repeat_kv,causal_bottom_right,dead_row_finfo_min,sink_logit,two_index,slot_index"
 
 
@@ -40,7 +63,7 @@ def options(*arguments: str) -> Any:
 def cases(*tables: Any) -> Iterator[Any]:
     for table in tables:
         for case in table.CASES:
-            quick = table not in (dense, paged) or case.name in QUICK
+            quick = table not in LONG or case.name in QUICK
             name = f"{table.__name__.rpartition('.')[2]}-{case.name}"
             yield pytest.param(case, id=name, marks=() if quick else pytest.mark.slow)
 

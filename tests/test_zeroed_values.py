@@ -44,6 +44,7 @@ SAME: dict[str, Zero] = {
     "zeros_like": lambda v, key, lengths: torch.where(live(key, lengths), v, torch.zeros_like(v)),
     "masked_fill": lambda v, key, lengths: v.masked_fill(~live(key, lengths), 0),
     "the other way round": lambda v, key, lengths: torch.where(live(key, lengths).logical_not(), 0.0, v),
+    "times": lambda v, key, lengths: v * live(key, lengths),  # a factor of the weights
     "then a copy": lambda v, key, lengths: torch.where(live(key, lengths), v, 0.0).contiguous().clone(),
 }
 OTHER: dict[str, Zero] = {
@@ -52,7 +53,6 @@ OTHER: dict[str, Zero] = {
     "from a key on": lambda v, key, lengths: torch.where((key >= 2)[:, None] & live(key, lengths), v, 0.0),
     "some keys": lambda v, key, lengths: torch.where((key % 2 == 0)[:, None] & live(key, lengths), v, 0.0),
     "the live ones": lambda v, key, lengths: torch.where(live(key, lengths), 0.0, v),
-    "times": lambda v, key, lengths: v * live(key, lengths),
 }
 
 

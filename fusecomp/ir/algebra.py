@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from fusecomp.ir.expr import Apply, Cast, Const, Expr, kind, parts, transform
-from fusecomp.ir.poly import Monomial, Poly, always_natural, from_poly, is_natural, plus, poly
+from fusecomp.ir.poly import Monomial, Poly, always_natural, from_poly, is_natural, plus, poly, times
 from fusecomp.ir.primitives import PRIMITIVES
 
 TRUE, FALSE, ZERO, ONE = Const(True), Const(False), Const(0), Const(1)
@@ -29,7 +29,7 @@ def apply(op: str, *args: Expr) -> Expr:
     if all(isinstance(a, Const) for a in args):
         return _fold(op, args)
     if op in ("add", "sub", "mul", "neg") and all(kind(a) == "int" for a in args):
-        return from_poly(poly(Apply(op, args)))
+        return from_poly(_rejoined(poly(Apply(op, args))))
     if op in ("floordiv", "mod"):
         return _divided_choice(op, *args) or (_floordiv(*args) if op == "floordiv" else _mod(*args))
     if op in COMPARE:
@@ -124,6 +124,10 @@ def _identity(op: str, args: tuple[Expr, ...]) -> Expr | None:
             return c
         case "where", (c, Const(False), Const(True)):
             return apply("not", c)
+        case "where", (c, Const(True), x) if kind(x) == "bool":
+            return apply("or", c, x)
+        case "where", (c, x, Const(False)) if kind(x) == "bool":
+            return apply("and", c, x)
         case "neg", (Apply("neg", (x,)),):
             return x
         case ("eq", (x, y)) if x == y and kind(x) != "float":
@@ -134,6 +138,21 @@ def _identity(op: str, args: tuple[Expr, ...]) -> Expr | None:
 
 
 NEGATED = {"lt": "ge", "ge": "lt", "gt": "le", "le": "gt", "eq": "ne", "ne": "eq"}
+
+
+def _rejoined(p: Poly) -> Poly:
+    """c k (x // c) + k (x mod c) = k x: what was taken apart and put together again."""
+    for monomial, k in p.items():
+        for rest in monomial:
+            match rest:
+                case Apply("mod", (x, Const(int(c)))):
+                    others = list(monomial)
+                    others.remove(rest)
+                    quotient = tuple(sorted([*others, Apply("floordiv", (x, Const(c)))], key=str))
+                    if p.get(quotient) == k * c:
+                        left = {m: n for m, n in p.items() if m not in (monomial, quotient)}
+                        return _rejoined(plus(left, times({tuple(others): k}, poly(x)), 1))
+    return p
 
 
 def _split(e: Expr, c: Expr) -> tuple[Poly, Poly, bool] | None:
@@ -175,6 +194,8 @@ def _floordiv(a: Expr, b: Expr) -> Expr:
     if (split := _split(a, b)) and (split[2] or split[0]):  # (c q + r) // c = q + r // c
         quotient, rest, small = split
         return from_poly(quotient if small else plus(quotient, poly(_floordiv(from_poly(rest), b)), 1))
+    if coarser := _coarser(a, b):  # (g q + r) // (g c) = q // c
+        return _floordiv(from_poly(coarser[0]), coarser[3])
     match a:
         case Apply("floordiv", (x, c)):  # (x // c) // b = x // (c b)
             return apply("floordiv", x, apply("mul", c, b))
@@ -182,6 +203,17 @@ def _floordiv(a: Expr, b: Expr) -> Expr:
         return Apply("floordiv", (a, b))
     # a // b = (a - a mod b) / b, where the difference is an exact multiple of b in either rounding
     return Apply("floordiv", (from_poly(plus(poly(a), poly(_mod(a, b)), -1)), b))
+
+
+def _coarser(a: Expr, b: Expr) -> tuple[Poly, Poly, Expr, Expr] | None:
+    """(q, r, g, c) with a = g q + r, 0 <= r < g and b = g c, for the largest such number g above 1."""
+    if not isinstance(b, Const):
+        return None
+    for g in sorted({k for k in poly(a).values() if 1 < k < b.value and b.value % k == 0}, reverse=True):
+        split = _split(a, const(g))
+        if split is not None and split[2] and split[0]:
+            return split[0], split[1], const(g), const(b.value // g)
+    return None
 
 
 def _is_multiple(a: Expr, b: Expr) -> bool:
@@ -199,6 +231,9 @@ def _mod(a: Expr, b: Expr) -> Expr:
         return ZERO
     if (split := _split(a, b)) and (split[2] or split[0]):  # (c q + r) mod c = r mod c
         return from_poly(split[1]) if split[2] else _mod(from_poly(split[1]), b)
+    if coarser := _coarser(a, b):  # (g q + r) mod (g c) = g (q mod c) + r
+        quotient, rest, g, c = coarser
+        return apply("add", apply("mul", g, _mod(from_poly(quotient), c)), from_poly(rest))
     inner = Apply("mod", (a, b))
     return inner if is_natural(a) else Apply("mod", (from_poly(plus(poly(inner), poly(b), 1)), b))
 

@@ -6,7 +6,10 @@ A mask term that is linear in kv_idx with coefficient +-1 bounds it:
     q_idx - kv_idx < W           kv_idx >= q_idx - W + 1
     kv_idx < lengths[b]          kv_idx <  lengths[b]
 
-Every other term is `loose`: it bounds nothing and is tested on each tile that is visited.
+Every other term is `loose`: it is tested on each tile that is visited. An alternative still ends where the later of its
+sides does:
+
+    kv_idx < L - 4  or  kv_idx < L and tree[...]        kv_idx <  L
 """
 
 from __future__ import annotations
@@ -65,7 +68,32 @@ def reach(keep: tuple[Expr, ...], q_idx: str = "q_idx", kv_idx: str = "kv_idx") 
                 upper.append(bound)
             case _:
                 loose.append(term)
+                upper += ends(term, q_idx, kv_idx)
     return Reach(tuple(lower), tuple(upper), tuple(loose))
+
+
+def ends(term: Expr, q_idx: str, kv_idx: str) -> tuple[Bound, ...]:
+    """The upper bounds, the same for all queries, that follow from a term."""
+    match term:
+        case Apply("and", (a, b)):
+            return (*ends(a, q_idx, kv_idx), *ends(b, q_idx, kv_idx))
+        case Apply("or", (a, b)):
+            return tuple(later(x, y) for x in ends(a, q_idx, kv_idx) for y in ends(b, q_idx, kv_idx))
+        case Apply("not", (Apply("and" | "or" as op, (a, b)),)):
+            return ends(Apply("or" if op == "and" else "and", (apply("not", a), apply("not", b))), q_idx, kv_idx)
+        case Apply("where", (c, x, y)) if kind(term) == "bool":
+            return ends(Apply("or", (Apply("and", (c, x)), Apply("and", (apply("not", c), y)))), q_idx, kv_idx)
+    match bound_of(term, q_idx, kv_idx):
+        case "upper", bound if not bound.slope:
+            return (bound,)
+    return ()
+
+
+def later(x: Bound, y: Bound) -> Bound:
+    """kv_idx < the larger of two edges."""
+    if x.edge == y.edge or apply("le", y.edge, x.edge) == Const(True):
+        return x
+    return y if apply("le", x.edge, y.edge) == Const(True) else Bound(apply("max", x.edge, y.edge), 0, x.term)
 
 
 def bound_of(term: Expr, q_idx: str, kv_idx: str) -> tuple[str, Bound] | None:

@@ -19,6 +19,10 @@ Example = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]
 """(shape, strides, dtype) of one operand."""
 MASKED = 0.2
 """The part of a mask that is False, and of a tensor compared with a number that is that number."""
+FEW = range(5)
+"""Of integer keys: in large ones, one score stands above all others, and a rounding may make it another's."""
+HIGHEST_START = 4
+"""Indices are counted from 0, or from 1; rarely does a program subtract more than a few from what it reads."""
 
 
 def example_of(fake: Tensor) -> Example:
@@ -30,42 +34,50 @@ def draw(
     region: AttentionRegion, examples: Sequence[Example], sizes: Mapping[str, int], device: torch.device, seed: int = 0
 ) -> list[Tensor]:
     """One random tensor per operand. Integers reach from 0 to N, or less far where they index a tensor and would leave
-    it. Raises VerificationError where no such integers are found."""
-    names = [o.name for o in region.operands]
+    it; from 1 on where 0 does too. Raises VerificationError where no such integers are found."""
+    names, most = [o.name for o in region.operands], max([*sizes.values(), 2]) + 1
     compared, truths = dict(compared_with(region)), frozenset(complemented(region))
-    reach = dict.fromkeys(names, max([*sizes.values(), 2]) + 1)
+    quantised = {a.operand for p in region.products for a in (p.k, region.v)}
+    spans = {n: FEW if n in quantised else range(most) for n in names}
     while True:
         generator = torch.Generator(device=device).manual_seed(seed)
-        tensors = [_draw(e, reach[n], compared.get(n), generator, device) for n, e in zip(names, examples, strict=True)]
+        tensors = [_draw(e, spans[n], compared.get(n), generator, device) for n, e in zip(names, examples, strict=True)]
         tensors = [truth(x, generator) if n in truths else x for n, x in zip(names, tensors, strict=True)]
         wild = leaving(region, tensors, sizes)
         if not wild:
             return hidden(region, tensors)
-        shrunk = [n for n in wild if reach[n] > 1 and not tensors[names.index(n)].is_floating_point()]
-        if not shrunk:
+        closer = {n: nearer(spans[n], most) for n in wild if not tensors[names.index(n)].is_floating_point()}
+        if not any(closer.values()):
             raise VerificationError(f"no random values of {', '.join(sorted(wild))} stay inside the tensor they index")
-        reach |= {n: (reach[n] + 1) // 2 for n in shrunk}
+        spans |= {n: span for n, span in closer.items() if span}
+
+
+def nearer(span: range, most: int) -> range:
+    """The lower half of a span; of a single number, all from the next one on. Empty where that was tried too often."""
+    if len(span) > 1:
+        return span[: (len(span) + 1) // 2]
+    return range(span.start + 1, span.start + 1 + most) if span.start < HIGHEST_START else range(0)
 
 
 def _draw(
-    example: Example, reach: int, often: float | None, generator: torch.Generator, device: torch.device
+    example: Example, span: range, often: float | None, generator: torch.Generator, device: torch.device
 ) -> Tensor:
     """A tensor of the example's strides, expanded axes sharing memory as in the model. `often`: a value to mix in."""
     shape, strides, dtype = example
-    span = 1 + sum((n - 1) * s for n, s in zip(shape, strides, strict=True)) if all(shape) else 0
-    flat = _fill(span, dtype, reach, generator, device)
+    extent = 1 + sum((n - 1) * s for n, s in zip(shape, strides, strict=True)) if all(shape) else 0
+    flat = _fill(extent, dtype, span, generator, device)
     if often is not None and dtype != torch.bool:
-        flat[torch.rand(span, generator=generator, device=device) < MASKED] = often
+        flat[torch.rand(extent, generator=generator, device=device) < MASKED] = often
     return torch.as_strided(flat, shape, strides)
 
 
-def _fill(span: int, dtype: torch.dtype, reach: int, generator: torch.Generator, device: torch.device) -> Tensor:
+def _fill(extent: int, dtype: torch.dtype, span: range, generator: torch.Generator, device: torch.device) -> Tensor:
     options: Any = {"generator": generator, "device": device}
     if dtype == torch.bool:
-        return torch.rand(span, **options) >= MASKED
+        return torch.rand(extent, **options) >= MASKED
     if dtype.is_floating_point:
-        return torch.randn(span, **options).to(dtype)
-    return torch.randint(0, reach, (span,), **options).to(dtype)
+        return torch.randn(extent, **options).to(dtype)
+    return torch.randint(span.start, span.stop, (extent,), **options).to(dtype)
 
 
 def truth(x: Tensor, generator: torch.Generator) -> Tensor:

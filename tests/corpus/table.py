@@ -67,7 +67,7 @@ class Case:
     fn: Callable[..., Any]
     make_args: Callable[..., tuple[Tensor, ...]]
     expect: str
-    """"fuse" or "decline"."""
+    """"fuse", "decline" or "either"."""
     reason: str = ""
     """Part of what is said where it is declined."""
     count: int = 1
@@ -80,18 +80,26 @@ class Case:
 class Table(list[Case]):
     """Cases in order; `@table.fuse(build)` and `@table.decline(build, reason)` enter the decorated function."""
 
-    def fuse(self, build: Callable[[Draw], Sequence[Tensor]] = qkv, **more: Any) -> Callable[..., Any]:
+    def __init__(self, draw: Callable[[torch.dtype, str, float], Any] = Draw) -> None:
+        super().__init__()
+        self.draw = draw
+
+    def fuse(self, build: Callable[[Any], Sequence[Tensor]] = qkv, **more: Any) -> Callable[..., Any]:
         return self._entry(build, "fuse", **more)
 
     def decline(
-        self, build: Callable[[Draw], Sequence[Tensor]] = qkv, reason: str = "", **more: Any
+        self, build: Callable[[Any], Sequence[Tensor]] = qkv, reason: str = "", **more: Any
     ) -> Callable[..., Any]:
         return self._entry(build, "decline", reason=reason, **more)
 
-    def _entry(self, build: Callable[[Draw], Sequence[Tensor]], expect: str, **more: Any) -> Callable[..., Any]:
+    def either(self, build: Callable[[Any], Sequence[Tensor]] = qkv, **more: Any) -> Callable[..., Any]:
+        """What is right fused or declined."""
+        return self._entry(build, "either", **more)
+
+    def _entry(self, build: Callable[[Any], Sequence[Tensor]], expect: str, **more: Any) -> Callable[..., Any]:
         def register(fn: Callable[..., Any]) -> Callable[..., Any]:
             def make_args(dtype: torch.dtype, device: str = "cpu", size_scale: float = 1) -> tuple[Tensor, ...]:
-                return tuple(build(Draw(dtype, device, size_scale)))
+                return tuple(build(self.draw(dtype, device, size_scale)))
 
             self.append(Case(fn.__name__, fn, make_args, expect, **more))
             return fn

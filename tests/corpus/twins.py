@@ -77,7 +77,7 @@ def product_over_queries(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return torch.einsum("bhqk,bhqd->bhkd", scores(q, k).softmax(-1), v)
 
 
-@CASES.decline(cube, "sums over more than one axis")
+@CASES.decline(cube, "another axis than the product of weights and values sums over")
 def einsum_sums_two_axes(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return torch.einsum("bhqk,bhkd->bqd", scores(q, k).softmax(-1), v)
 

@@ -1,0 +1,127 @@
+"""The index arithmetic that page addresses are made of, against Python's on random numbers; and what must not pass."""
+
+from __future__ import annotations
+
+import itertools
+import random
+
+import pytest
+
+from fusecomp.ir.algebra import apply, const, substitute
+from fusecomp.ir.expr import Const, Expr, Load, Var, kind, text
+from fusecomp.ir.ranges import reach
+from fusecomp.patterns.scalars import doubled, either_bit, halved, low_bits
+from fusecomp.patterns.series import series
+
+SIZES = {"b": 3, "n": 48, "d": 8}
+B, N, D = (Var(name, Const(size)) for name, size in SIZES.items())
+PLACES = list(itertools.product(range(3), range(0, 48, 5), range(8)))
+
+
+def at(e: Expr, b: int, n: int, d: int) -> int:
+    """The value of an expression in the three indices."""
+    found = substitute(e, {B: const(b), N: const(n), D: const(d)})
+    assert isinstance(found, Const)
+    return int(found.value)
+
+
+def some(seed: int) -> Expr:
+    """A sum of multiples of indices."""
+    rng = random.Random(seed)
+    total: Expr = const(rng.randrange(-9, 9))
+    for v in (B, N, D):
+        total = apply("add", total, apply("mul", v, const(rng.choice((0, 1, 3, 8, 64, -8)))))
+    return total
+
+
+@pytest.mark.parametrize("by", [2, 3, 8, 16, 24, 128, 512])
+def test_quotients_and_remainders_are_pythons(by: int) -> None:
+    for seed in range(40):
+        e = some(seed)
+        quotient, rest = apply("floordiv", e, const(by)), apply("mod", e, const(by))
+        for place in PLACES[:: 7 + seed % 3]:
+            assert at(quotient, *place) == at(e, *place) // by, text(e)
+            assert at(rest, *place) == at(e, *place) % by, text(e)
+
+
+def test_a_page_comes_out_of_a_flat_position() -> None:
+    flat = apply("add", apply("mul", N, const(64)), D)
+    assert apply("floordiv", flat, const(512)) == apply("floordiv", N, const(8))
+    assert apply("mod", flat, const(512)) == apply("add", apply("mul", apply("mod", N, const(8)), const(64)), D)
+
+
+def test_bits_are_pythons() -> None:
+    for seed, n in itertools.product(range(40), (0, 1, 3)):
+        e, mask = some(seed), (1 << n) - 1
+        for place in PLACES[::9]:
+            x = at(e, *place)
+            assert at(halved(e, const(n)) or e, *place) == x >> n
+            assert at(doubled(e, const(n)) or e, *place) == x << n
+            assert at(low_bits(e, const(mask)) or const(0), *place) == x & mask
+            assert at(low_bits(const(~mask), e) or e, *place) == x & ~mask
+
+
+def test_or_is_a_sum_only_where_no_bits_meet() -> None:
+    pages = apply("mul", Load("table", (B,), "int64"), const(8))
+    assert either_bit(pages, D) == apply("add", pages, D)
+    assert either_bit(apply("mul", N, const(4)), D) is None
+    assert either_bit(pages, apply("sub", D, const(1))) is None
+    assert either_bit(pages, Load("offset", (N,), "int64")) is None
+
+
+@pytest.mark.parametrize("mask", [6, 0, 5])
+def test_other_masks_are_no_remainders(mask: int) -> None:
+    assert low_bits(N, const(mask)) is None
+
+
+def entry(k: int, step: int = 1) -> Expr:
+    """pool[table[b, k], n]"""
+    return Load("pool", (Load("table", (B, const(k * step)), "int64"), N), "float32")
+
+
+@pytest.mark.parametrize("step", [1, 2, -3])
+def test_blocks_in_step_are_a_series(step: int) -> None:
+    found = series([entry(k, step) for k in range(5)])
+    assert found is not None
+    assert substitute(found[1], {found[0]: const(3)}) == entry(3, step)
+
+
+@pytest.mark.parametrize(
+    "terms",
+    [
+        [entry(0), entry(2), entry(1)],
+        [entry(0), entry(1), entry(1)],
+        [entry(0), Load("other", entry(1).args, "float32")],
+        [entry(0), Load("pool", entry(1).args, "bfloat16")],
+        [entry(0), apply("mul", entry(1), const(2.0))],
+        [const(0.5), const(1.5)],
+    ],
+)
+def test_other_blocks_are_none(terms: list[Expr]) -> None:
+    assert series(terms) is None
+
+
+KEY, LENGTH, OTHER = Var("kv_idx", Const(48)), Load("length", (B,), "int32"), Load("other", (B,), "int32")
+SHORTER = apply("lt", KEY, apply("sub", LENGTH, const(4)))
+ENDS, ENDS_ELSEWHERE = apply("lt", KEY, LENGTH), apply("lt", KEY, OTHER)
+SEEN = Load("tree", (KEY,), "bool")
+
+
+@pytest.mark.parametrize(
+    ("term", "edge"),
+    [
+        (apply("or", SHORTER, apply("and", SEEN, ENDS)), LENGTH),
+        (apply("or", ENDS, ENDS_ELSEWHERE), apply("max", LENGTH, OTHER)),
+        (apply("where", SEEN, SHORTER, ENDS), LENGTH),
+        (apply("not", apply("and", apply("not", SHORTER), apply("not", ENDS))), LENGTH),
+        (apply("or", ENDS, SEEN), None),
+        (apply("or", ENDS, apply("ge", KEY, OTHER)), None),
+        (apply("where", SEEN, ENDS, apply("not", SEEN)), None),
+    ],
+    ids=lambda x: text(x) if isinstance(x, Expr) else "no end",
+)
+def test_an_alternative_ends_where_its_sides_do(term: Expr, edge: Expr | None) -> None:
+    assert kind(term) == "bool"
+    found = reach((term,))
+    assert [x.edge for x in found.upper] == ([] if edge is None else [edge])
+    assert found.loose == (term,)
