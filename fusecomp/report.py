@@ -224,7 +224,9 @@ def _table(rows: Iterable[tuple[str, str]]) -> Table:
 def plan_text(plan: TilePlan) -> str:
     """ "prefill, tile 128 x 64 (Br x Bc), 8 warps, 3 stages; 11 other tiles considered"."""
     parts = [plan.skeleton, f"tile {plan.block_m} x {plan.block_n} (Br x Bc)"]
-    parts += [f"{plan.warps} {_plural('warp', plan.warps)}", f"{plan.stages} {_plural('stage', plan.stages)}"]
+    warps = f"{plan.warps} {_plural('warp', plan.warps)}"
+    groups = f"{plan.consumers} groups of {warps} that multiply and one that copies"
+    parts += [groups if plan.consumers else warps, f"{plan.stages} {_plural('stage', plan.stages)}"]
     parts += [f"{plan.pack} query heads in a tile"] * (plan.pack > 1)
     parts += ["tiles of keys by a table of the mask's data"] * (plan.visits == "table")
     others = f"; {len(plan.rejected)} other {_plural('tile', len(plan.rejected))} considered" if plan.rejected else ""

@@ -12,12 +12,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from fusecomp.codegen.hopper import specialised
 from fusecomp.ir.region import AttentionRegion
 from fusecomp.planning.device import Device, current, live
 from fusecomp.planning.ranking import rank_plan
 from fusecomp.planning.tile import TilePlan
 from fusecomp.planning.units import size
 from fusecomp.report import Report, cost_text, plan_text
+from fusecomp.running.hopper import pays
 from fusecomp.settings import cache_dir, environment
 from fusecomp.tables import considered, printed
 from fusecomp.target import Target
@@ -69,6 +71,7 @@ def _made(region: AttentionRegion, sizes: Mapping[str, int], until: str, device:
     tiles = plan(region, sizes, device)
     if until == "plan":
         return "\n".join(_plan(region, tiles, sizes, device))
+    tiles = specialised(region, tiles) if pays(region, sizes, device) else tiles
     source = emit(region, tiles)
     if until == "kernel":
         return source.text
@@ -79,7 +82,7 @@ def _machine_code(source: KernelSource, device: Device) -> str:
     """Every kernel of the file, compiled for `device`: what it takes, and its assembly. No GPU is needed."""
     from fusecomp.codegen.compiled import cross_compile
 
-    kernels = re.findall(r"^@triton\.jit\(.*\ndef (\w+)\(", source.text, re.MULTILINE)
+    kernels = re.findall(r"^@(?:triton|gluon)\.jit\(.*\ndef (\w+)\(", source.text, re.MULTILINE)
     made = {name: cross_compile(source, device.capability or device.arch, name) for name in kernels}
     return "\n".join(
         f"// {source.name}: {name} for {device.arch}: {m.shared} B of shared memory, "
@@ -97,6 +100,8 @@ def _plan(region: AttentionRegion, plan: TilePlan, sizes: Mapping[str, int], dev
     yield plan_text(plan)
     if plan.cost is not None:
         yield cost_text(plan.cost)
+    if pays(region, sizes, device):
+        yield f"Runs in the kernel for Hopper's tensor cores: {plan_text(specialised(region, plan))}"
     if (ranking := rank_plan(region, sizes, device, plan)) is not None:
         yield f"\n{printed(considered(ranking, ROWS))}"
 

@@ -21,6 +21,9 @@ from fusecomp.errors import KernelError
 from fusecomp.ir.algebra import apply
 from fusecomp.ir.expr import Const, Expr, Size
 from fusecomp.ir.region import AttentionRegion
+from fusecomp.planning.device import find
+from fusecomp.running.hopper import pays
+from fusecomp.show import _made
 
 SCALED = times(score, 0.125)
 CAPPED = times(apply("tanh", times(score, 0.125 / 30)), 30.0)
@@ -96,6 +99,33 @@ def test_only_the_first_tile_of_a_causal_row_needs_its_mask() -> None:
     assert "above" not in emit(region, specialised(region, tiles(region))).text
     region = EXPRESSED["last queries"]
     assert "for block in range(1, above):" in emit(region, specialised(region, tiles(region))).text
+
+
+LONG = {"B": 4, "H": 16, "M": 4096, "N": 4096}
+
+
+@pytest.mark.parametrize(
+    ("name", "sizes", "device", "wanted"),
+    [
+        ("causal", LONG, "h200", True),
+        ("full", LONG, "h100-sxm", True),
+        ("causal", LONG, "a100", False),
+        ("causal", LONG, "b200", False),
+        ("causal", {**LONG, "M": 1}, "h200", False),  # decoding
+        ("causal", {"B": 1, "H": 4, "M": 512, "N": 512}, "h200", False),  # the host would take longer
+        ("window, soft cap", LONG, "h200", False),  # three tiles of keys for each of queries
+        ("bias", LONG, "h200", False),  # it reads a number for each pair
+    ],
+)
+def test_where_it_pays(name: str, sizes: dict[str, int], device: str, wanted: bool) -> None:
+    assert pays(EXPRESSED[name], sizes, find(device)) == wanted
+
+
+def test_show_has_the_kernel_that_runs() -> None:
+    text = _made(EXPRESSED["causal"], LONG, "kernel", find("h200"))
+    assert "warp_specialize" in text
+    assert "2 groups of 4 warps" in _made(EXPRESSED["causal"], LONG, "plan", find("h200"))
+    assert "warp_specialize" not in _made(EXPRESSED["causal"], LONG, "kernel", find("a100"))
 
 
 FAILS = """

@@ -7,23 +7,22 @@ that leave a query tile few tiles of keys, stay with the portable kernel (codege
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from functools import cache
 
 from fusecomp.codegen import hopper
-from fusecomp.codegen.descriptors import choose
 from fusecomp.ir.expr import Load, parts, variables
 from fusecomp.ir.region import AttentionRegion
 from fusecomp.patterns.build import Match
-from fusecomp.planning.device import current
+from fusecomp.planning.device import Device, current
 from fusecomp.planning.facts import lengths, visits
 from fusecomp.planning.plan import plan
-from fusecomp.planning.tile import TilePlan
 from fusecomp.running.inputs import example_of
 from fusecomp.settings import Options
 
 LEAST_SECONDS = 1e-4
 """Predicted for the portable kernel: shorter ones would wait for the host."""
+STEP = 8
+"""Elements of two bytes."""
 LEAST_TILES = 6
 """Tiles of keys that a tile of queries visits, on average: before the first and after the last nothing overlaps."""
 
@@ -42,17 +41,20 @@ def available() -> bool:
 
 def takes(match: Match, sizes: Mapping[str, int], options: Options) -> bool:
     """Whether it runs the match. Only where it is verified: the portable kernel is there if it disagrees."""
-    region = match.region
-    if match.output.meta["val"].device.type != "cuda" or not options.verify or options.batch_invariant:
+    asked = match.output.meta["val"].device.type == "cuda" and options.verify and not options.batch_invariant
+    return asked and pays(match.region, sizes, current()) and _in_steps(match)
+
+
+def pays(region: AttentionRegion, sizes: Mapping[str, int], device: Device) -> bool:
+    """Whether it can express the region, and is faster at these lengths than the portable kernel."""
+    if device.arch != "sm_90" or not available() or not hopper.expresses(region) or _reads_pairs(region):
         return False
-    if current().arch != "sm_90" or not available() or not hopper.expresses(region) or _reads_pairs(region):
-        return False
-    tiles = plan(region, sizes)
+    tiles = plan(region, sizes, device)
     if tiles.skeleton != "prefill" or tiles.visits != "bounds" or tiles.cost is None:
         return False
     visited, _ = visits(region, sizes, hopper.ROWS, hopper.KEYS)
     many = visited >= LEAST_TILES * -(-lengths(region, sizes).m // hopper.ROWS)
-    return many and tiles.cost.seconds >= LEAST_SECONDS and _in_steps(match, tiles)
+    return many and tiles.cost.seconds >= LEAST_SECONDS
 
 
 def _reads_pairs(region: AttentionRegion) -> bool:
@@ -62,10 +64,9 @@ def _reads_pairs(region: AttentionRegion) -> bool:
     return any(pair <= set(variables(x)) for x in loads)
 
 
-def _in_steps(match: Match, tiles: TilePlan) -> bool:
-    """Whether Q, K and V lie as descriptors want them, so that nothing is copied."""
-    strides = [example_of(n.meta["val"])[1] for n in match.inputs]
-    if choose(match.region, replace(tiles, loads="pointer"), current().arch, strides).loads != "descriptor":
-        return False
-    *outer, last = strides[[o.name for o in match.region.operands].index(match.region.products[0].q.operand)]
-    return last == 1 and not any(s % 8 for s in outer)
+def _in_steps(match: Match) -> bool:
+    """Whether Q, K and V lie as descriptors want them, so that nothing is copied: rows of whole 16 bytes."""
+    products = (match.region.products[0].q, match.region.products[0].k, match.region.v)
+    named = dict(zip([o.name for o in match.region.operands], match.inputs, strict=True))
+    strides = [example_of(named[a.operand].meta["val"])[1] for a in products]
+    return all(last == 1 and not any(s % STEP for s in outer) for *outer, last in strides)
