@@ -20,7 +20,7 @@ from fusecomp.codegen import backward_pairs as pairs
 from fusecomp.codegen import backward_queries as queries
 from fusecomp.codegen import backward_range as ranges
 from fusecomp.codegen.backward_check import backward_selfcheck
-from fusecomp.codegen.backward_exact import require_gradients
+from fusecomp.codegen.backward_exact import Fixed, require_gradients
 from fusecomp.codegen.backward_frame import GradientFrame, Leaf
 from fusecomp.codegen.backward_launcher import DELTA_ROWS, backward_launch, declared, parameters
 from fusecomp.codegen.backward_skeletons import (
@@ -78,10 +78,10 @@ class BackwardSource(KernelSource):
 
 @lru_cache(maxsize=64)
 def emit_backward(
-    region: AttentionRegion, plan: BackwardPlan, learned: frozenset[str] = frozenset()
+    region: AttentionRegion, plan: BackwardPlan, learned: frozenset[str] = frozenset(), fixed: Fixed = ()
 ) -> BackwardSource:  # fmt: skip
     """The gradients of Q, K and V, and of the other operands that `learned` names. Raises KernelError, with the reason,
-    for a region that has no exact kernel."""
+    for a region that has no exact kernel; at the lengths that are `fixed`, if it has one only there."""
     require_free_names(region)
     for name in (*(v.name for v in region.batch), *(o.name for o in region.operands), *region.sizes):
         if name in OWN - RESERVED:
@@ -89,7 +89,7 @@ def emit_backward(
     plans = (plan.queries, plan.keys, pair_plan(plan.keys))
     frame, other, both = (GradientFrame(region, p, learned=learned) for p in plans)
     leaves = both.summed_along("pairs")
-    require_gradients(frame)
+    require_gradients(frame, fixed)
     key = backward_key(region, plan, learned)
     name = kernel_name(frame, key).replace("attention_", "attention_backward_", 1)
     made = {

@@ -2,29 +2,34 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from fusecomp.codegen.backward_frame import GradientFrame, roles
 from fusecomp.errors import KernelError
-from fusecomp.ir.algebra import apply
-from fusecomp.ir.expr import Apply, Const, Expr, Load, Var, parts, variables
-from fusecomp.ir.poly import poly
+from fusecomp.ir.algebra import apply, substitute
+from fusecomp.ir.expr import Apply, Const, Expr, Load, Size, Var, parts, transform, variables
+from fusecomp.ir.poly import from_poly, is_natural, poly, upper
 from fusecomp.ir.region import Access, AttentionRegion
 
+Fixed = tuple[tuple[str, int], ...]
 
-def require_gradients(frame: GradientFrame) -> None:
-    """Raise KernelError with the reason where no backward kernel is exact."""
+
+def require_gradients(frame: GradientFrame, fixed: Fixed = ()) -> None:
+    """Raise KernelError with the reason where no backward kernel is exact. `fixed`: lengths that never change."""
     region = frame.region
+    known: dict[Expr, Expr] = {Size(name): Const(n) for name, n in fixed}
     if frame.rescue is not None and places(frame.rescue) != places(frame):
         raise KernelError("no backward kernel: rows that see no key read other things that learn than the rest do")
     if frame.addressed.tiles or frame.addressed.hoisted:
         raise KernelError("no backward kernel: keys are found through a table")
     for p in region.products:
-        _require_apart(p.q, p.q.index, (*region.batch, region.q_idx, p.d))
-        _require_apart(p.k, frame.key_access(p.k), (*frame.key_axes, region.kv_idx, p.d))
-    _require_apart(region.v, frame.key_access(region.v), (*frame.key_axes, region.kv_idx, region.dv))
+        _require_apart(p.q, p.q.index, (*region.batch, region.q_idx, p.d), known)
+        _require_apart(p.k, frame.key_access(p.k), (*frame.key_axes, region.kv_idx, p.d), known)
+    _require_apart(region.v, frame.key_access(region.v), (*frame.key_axes, region.kv_idx, region.dv), known)
     accesses = roles(region)
     for i, a in enumerate(accesses):
         for b in accesses[i + 1 :]:
-            if a.operand == b.operand and not _disjoint(a, b):
+            if a.operand == b.operand and not _disjoint(a, b, known):
                 raise KernelError(f"no backward kernel: {a} and {b} may be the same element")
 
 
@@ -33,32 +38,85 @@ def places(frame: GradientFrame) -> list[tuple[str, Expr, str]]:
     return [(leaf.name, leaf.load, leaf.source) for leaf in frame.leaves]
 
 
-def _disjoint(a: Access, b: Access) -> bool:
-    """Whether two accesses of one tensor provably never meet: constants that differ in one coordinate."""
-    pairs = zip(a.index, b.index, strict=True)
-    return any(isinstance(x, Const) and isinstance(y, Const) and x != y for x, y in pairs)
+def _disjoint(a: Access, b: Access, fixed: dict[Expr, Expr]) -> bool:
+    """Whether two accesses of one tensor provably never meet: in some coordinate one stays below the other."""
+    mine, other = sized(a.index, fixed), sized(b.index, fixed)
+    other = tuple(transform(e, lambda x: Var(f"{x.name}'", x.size) if isinstance(x, Var) else None) for e in other)
+    return any(below(x, y) or below(y, x) for x, y in zip(mine, other, strict=True))
 
 
-def _require_apart(a: Access, index: tuple[Expr, ...], axes: tuple[Var, ...]) -> None:
+def sized(index: Iterable[Expr], fixed: dict[Expr, Expr]) -> tuple[Expr, ...]:
+    """The coordinates with the lengths that are known, those of their indices too."""
+
+    def rule(x: Expr) -> Expr | None:
+        return Var(x.name, substitute(x.size, fixed)) if isinstance(x, Var) else fixed.get(x)
+
+    return tuple(transform(e, rule, apply) for e in index)
+
+
+def below(x: Expr, y: Expr) -> bool:
+    """x < y for all values of their indices."""
+    return is_natural(apply("sub", apply("sub", y, x), Const(1)))
+
+
+def _require_apart(a: Access, index: tuple[Expr, ...], axes: tuple[Var, ...], fixed: dict[Expr, Expr]) -> None:
     """Each element of a gradient is written once: the index decides every axis."""
     if any(isinstance(x, Load) for e in index for x in parts(e)):
         raise KernelError(f"no backward kernel: {a} is read through a table")
-    decided = {v for e in index for v in digits(e)}
-    missing = [v.name for v in axes if v not in decided]
+    known = decided(sized(index, fixed))
+    missing = [v.name for v in sized(axes, fixed) if v not in known and v.size != Const(1)]  # type: ignore[attr-defined]
     if missing:
         raise KernelError(f"no backward kernel: the gradient of {a} is a sum over {', '.join(missing)}")
 
 
-def digits(e: Expr) -> frozenset[Var]:
-    """The indices that the value of `e` decides: those of h, b * H + h, kv_idx + 3."""
-    moving = {m: c for m, c in poly(e).items() if any(variables(f) for f in m)}
+def decided(index: tuple[Expr, ...]) -> frozenset[Expr]:
+    """The indices whose values follow from that of `index`: h of (b, h), of b * H + h, of (h // 3, h mod 3)."""
+    known: frozenset[Expr] = frozenset()
+    while True:
+        more = known.union(*(digits(e, known) for e in index))
+        more |= {x for e in more for x in _whole(e, more)}
+        if more == known:
+            return known
+        known = more
+
+
+def digits(e: Expr, known: frozenset[Expr] = frozenset()) -> frozenset[Expr]:
+    """The factors that the value of `e` decides, one after the other as in a number of mixed radix."""
+    moving = {m: c for m, c in poly(e).items() if any(_varies(f, known) for f in m)}
     if len(moving) == 1:
         ((monomial, _),) = moving.items()
-        factors = [f for f in monomial if variables(f)]
-        return frozenset(f for f in factors if isinstance(f, Var)) if len(factors) == 1 else frozenset()
-    for v in (x for x in parts(e) if isinstance(x, Var)):
-        if apply("mod", e, v.size) == v:
-            return frozenset({v}) | digits(apply("floordiv", e, v.size))
+        factors = [f for f in monomial if _varies(f, known)]
+        return frozenset(factors) if len(factors) == 1 else frozenset()
+    rest = from_poly(moving)
+    for f in {f for m in moving for f in m if _varies(f, known)}:
+        radix = _radix(f)
+        if radix is not None and apply("mod", rest, radix) == f:
+            return frozenset({f}) | digits(apply("floordiv", rest, radix), known)
+    return frozenset()
+
+
+def _varies(f: Expr, known: frozenset[Expr]) -> bool:
+    """Whether the factor of a monomial is not known yet."""
+    return f not in known and not variables(f) <= {v.name for v in known if isinstance(v, Var)}
+
+
+def _radix(f: Expr) -> Expr | None:
+    """What a factor stays below."""
+    match f:
+        case Var(_, size):
+            return size
+        case Apply("mod", (_, c)):
+            return c
+        case Apply("floordiv", (x, Const(int(c)))) if (top := upper(x)) is not None:
+            return Const(top // c + 1)
+    return None
+
+
+def _whole(e: Expr, known: frozenset[Expr]) -> frozenset[Expr]:
+    """What x decides, where x // c and x mod c are known."""
+    match e:
+        case Apply("mod", (x, c)) if apply("floordiv", x, c) in known:
+            return digits(x, known)
     return frozenset()
 
 

@@ -10,6 +10,7 @@ from test_codegen import normal
 from torch import Tensor
 
 from fusecomp.codegen.backward import emit_backward
+from fusecomp.codegen.backward_exact import Fixed
 from fusecomp.codegen.backward_frame import GradientFrame
 from fusecomp.codegen.backward_launcher import learned
 from fusecomp.codegen.emit import emit
@@ -40,6 +41,7 @@ def agree(
     plan: BackwardPlan | None = None,
     wanted: tuple[str, ...] | None = None,
     learn: Sequence[str] = (),
+    fixed: Fixed = (),
 ) -> None:
     """Hold dQ, dK, dV and the gradients of what else learns against autograd of the dense meaning, in float64."""
     names = learned(GradientFrame(region, tiles(region), learned=frozenset(learn)))
@@ -58,7 +60,7 @@ def agree(
     got, *_, lse = interpreter.launch(emit(region, tiles(region), saves_lse=True), held, inputs, lengths, lse)
 
     grads = [torch.full_like(x, float("nan")) if i in places else None for i, x in enumerate(args)]
-    source = emit_backward(region, plan or small(region), frozenset(learn))
+    source = emit_backward(region, plan or small(region), frozenset(learn), fixed)
     found, *_ = interpreter.launch(source, grads, got, poisoned(grad_out), lse, inputs, lengths)
     dtypes = (region.out_dtype, region.pv_dtype, *(p.dtype for p in region.products))
     tolerance = 3 * max(TOLERANCE[t] for t in dtypes)

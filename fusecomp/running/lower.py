@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from torch.fx import Node
 
 from fusecomp.codegen.backward import emit_backward
 from fusecomp.codegen.descriptors import choose
@@ -127,10 +128,21 @@ def for_training(match: Match, tiles: TilePlan) -> Lowered:
     region = match.region
     source, launch = generate(match, tiles, saves_lse=True)
     others = match.learned - products_of(region)
-    backward = emit_backward(region, backward_plan(region, current()), others)
+    backward = emit_backward(region, backward_plan(region, current()), others, fixed(match))
     module = load(backward, cache.directory("kernels"))
     return Lowered(f"{key_of(source)}-{key_of(backward)[-8:]}", launch, "triton", source.plan, source,
                    module.launch, backward)  # fmt: skip
+
+
+def fixed(match: Match) -> tuple[tuple[str, int], ...]:
+    """The lengths that every call of this graph has."""
+    found = []
+    for name, source in match.sizes.items():
+        node, axis = source if isinstance(source, tuple) else (source, None)
+        n = node.meta["val"] if isinstance(node, Node) else node
+        n = n if axis is None else n.shape[axis]
+        found += [(name, n)] if isinstance(n, int) else []
+    return tuple(found)
 
 
 def products_of(region: AttentionRegion) -> frozenset[str]:

@@ -1,0 +1,119 @@
+"""Which elements of Q, K and V a gradient is written to: once each, or there is no backward kernel."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from gradients import SIZES, agree, qkv, small
+from kernels import Interpreter
+from regions import B, H, M, N, attention, b, causal, h, kv_idx, q_idx, scaled_score
+from test_codegen import normal
+
+from fusecomp.codegen.backward import emit_backward
+from fusecomp.codegen.backward_exact import below, decided
+from fusecomp.errors import KernelError
+from fusecomp.ir.algebra import apply
+from fusecomp.ir.expr import Const, Expr, Size, Var
+from fusecomp.ir.region import Access, AttentionRegion, Operand
+
+six, three, four = Const(6), Const(3), Const(4)
+d, g = Var("d", Const(8)), Var("g", three)
+w = Var("w", Const(12))
+
+
+def div(x: Expr, n: Expr) -> Expr:
+    return apply("floordiv", x, n)
+
+
+def mod(x: Expr, n: Expr) -> Expr:
+    return apply("mod", x, n)
+
+
+def plus(*terms: Expr) -> Expr:
+    total: Expr = Const(0)
+    for t in terms:
+        total = apply("add", total, t)
+    return total
+
+
+def times(x: Expr, n: Expr) -> Expr:
+    return apply("mul", x, n)
+
+
+@pytest.mark.parametrize(
+    ("index", "names"),
+    [
+        ((b, h, q_idx), "b h q_idx"),
+        ((plus(times(b, H), h), q_idx), "b h q_idx"),
+        ((div(b, six), mod(b, six)), "b"),
+        ((div(b, six), plus(times(mod(b, six), Const(8)), d)), "b d"),
+        ((plus(times(h, three), g),), "h g"),
+        ((h, plus(q_idx, h)), "h q_idx"),
+        ((plus(times(mod(w, four), Const(8)), d), div(w, four)), "w d"),
+        ((div(w, four), plus(mod(div(w, Const(2)), Const(2)), times(mod(w, Const(2)), Const(2)))), "w"),
+        ((div(b, six), mod(b, three)), ""),
+        ((mod(b, six),), ""),
+        ((plus(h, g),), ""),
+        ((plus(times(h, Const(2)), g),), ""),
+        ((times(b, h),), ""),
+    ],
+)
+def test_what_an_index_decides(index: tuple[Expr, ...], names: str) -> None:
+    assert {v.name for v in decided(index) if isinstance(v, Var)} == set(names.split())
+
+
+def test_below() -> None:
+    row = plus(times(Var("h", six), Const(8)), d)
+    assert below(row, plus(Var("e", Const(8)), Const(48)))
+    assert not below(row, plus(Var("e", Const(8)), Const(47)))
+    assert not below(row, plus(row, Const(0)))
+
+
+def folded() -> AttentionRegion:
+    """One batch axis of requests and heads, Q and V of which lie in [B // 3, 3, ...] and [B // 3, L, 3 D]."""
+    r, n = attention(scaled_score, causal, batch=(b,)), Size("R")
+    x, y, p = r.products[0].d, r.dv, r.products[0]
+    q = Access("q", (div(b, three), mod(b, three), q_idx, x))
+    v = Access("v", (div(b, three), kv_idx, plus(times(mod(b, three), Const(16)), y)))
+    operands = (
+        Operand("q", (n, three, M, Const(16)), "float32"), r.operands[1],
+        Operand("v", (n, N, Const(48)), "float32"),
+    )  # fmt: skip
+    return replace(r, operands=operands, products=(replace(p, q=q),), v=v)
+
+
+def test_requests_and_heads_in_one_axis(interpreter: Interpreter) -> None:
+    args = [normal(2, 3, 23, 16), normal(6, 37, 16), normal(2, 37, 48)]
+    agree(interpreter, folded(), args, {**SIZES, "B": 6})
+
+
+def packed() -> AttentionRegion:
+    """Q, K and V beside each other in [B, L, 3 H D]."""
+    r = attention(scaled_score, causal)
+    x, y, p = r.products[0].d, r.dv, r.products[0]
+
+    def part(row: Var, i: int, column: Var) -> Access:
+        return Access("qkv", (b, row, plus(times(h, Const(16)), column, Const(48 * i))))
+
+    operand = Operand("qkv", (B, Size("L"), Const(144)), "float32")
+    product = replace(p, q=part(q_idx, 0, x), k=part(kv_idx, 1, x))
+    return replace(r, operands=(operand,), products=(product,), v=part(kv_idx, 2, y))
+
+
+def test_a_packed_projection(interpreter: Interpreter) -> None:
+    with pytest.raises(KernelError, match="may be the same element"):  # of four heads they would meet
+        emit_backward(packed(), small(packed()), frozenset(), (("H", 4),))
+    agree(interpreter, packed(), [normal(2, 37, 144)], {**SIZES, "M": 37}, fixed=(("H", 3),))
+
+
+def test_an_axis_of_length_1(interpreter: Interpreter) -> None:
+    """Queries that all requests share have a gradient that is a sum, unless there is one request."""
+    r = attention(scaled_score, causal)
+    q = Access("q", (Const(0), h, q_idx, r.products[0].d))
+    operands = (Operand("q", (Const(1), H, M, Const(16)), "float32"), *r.operands[1:])
+    r = replace(r, operands=operands, products=(replace(r.products[0], q=q),))
+    with pytest.raises(KernelError, match="sum over b"):
+        emit_backward(r, small(r))
+    q_, k, v = qkv(16)
+    agree(interpreter, r, [q_[:1], k[:1], v[:1]], {**SIZES, "B": 1}, fixed=(("B", 1),))
