@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -248,6 +249,17 @@ def test_dropout(size: int, dtype: torch.dtype) -> None:
     assert off(got, exact) <= 2 * FLOOR[dtype]
     for a, e in zip(found, torch.autograd.grad(exact, double, up.double()), strict=True):
         assert off(a, e) <= 2 * FLOOR[dtype]
+
+
+def test_measured_tiles(own_cache: Path) -> None:
+    """tune=K: the fastest of the planner's best, timed here once."""
+    q, k, v = (torch.randn(2, 8, 1000, 64, device="cuda", dtype=torch.bfloat16) for _ in range(3))
+    exact = causal(q.double(), k.double(), v.double())
+    for _ in range(2):
+        torch._dynamo.reset()
+        fast = torch.compile(causal, backend="fusecomp", options={**STRICT, "tune": 4})
+        assert off(fast(q, k, v), exact) <= max(4 * off(causal(q, k, v), exact), FLOOR[torch.bfloat16])
+        assert len(list((own_cache / "tuned").glob("*.json"))) == 1
 
 
 def test_dropout_under_cuda_graphs() -> None:

@@ -73,11 +73,12 @@ def lower(
             tiles = plan(region, sizes)
         return Lowered(f"{region.key}-cpu", cpu.lower(region), "cpu", tiles)
     tiles = planned(match, sizes, options.batch_invariant)
+    special = [] if portable or not hopper.takes(match, sizes, options) else [specialised(region, tiles)]
     if options.tune > 1 and device.type == "cuda" and not options.batch_invariant:
         run = trial(match, sizes, device)
-        tiles = tuned(region, sizes, options.tune, run, machine(device), described(match, tiles))
-    elif not portable and hopper.takes(match, sizes, options):
-        tiles = specialised(region, tiles)
+        tiles = tuned(region, sizes, options.tune, run, machine(device), described(match, tiles), special)
+    else:
+        tiles = next(iter(special), tiles)
     if not match.learned:
         source, launch = generate(*looked_through(match, tiles))
         return Lowered(key_of(source), launch, "triton", source.plan, source)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -11,7 +11,8 @@ import torch
 
 from fusecomp.errors import FusecompError
 from fusecomp.ir.region import AttentionRegion
-from fusecomp.planning.plan import coarse, plan, rows
+from fusecomp.planning.device import current
+from fusecomp.planning.plan import Row, coarse, plan, rows, share_of_registers
 from fusecomp.planning.tile import TilePlan
 from fusecomp.running import cache
 
@@ -20,6 +21,7 @@ log = logging.getLogger(__name__)
 SECONDS = 2.0
 """Time on the device that one kernel may be measured for, compiling not counted."""
 TILE = ("block_m", "block_n", "warps", "stages", "pack", "loads")
+KNOWN = (*TILE, "consumers")
 
 
 def best_plans(
@@ -28,13 +30,20 @@ def best_plans(
     """The planner's `count` best tiles that fit, the best first."""
     first = plan(region, sizes, describable=describable)
     ranked = [r for r in rows(region, dict(coarse(sizes)), describable=describable) if "needs" not in r.reason]
-    others = [replace(first, **{f: getattr(r.tile, f) for f in TILE}, cost=r.cost) for r in ranked]
+    others = [_with(first, r) for r in ranked]
     seen = {_tile(p): p for p in [first, *others]}
     return list(seen.values())[:count]
 
 
+def _with(first: TilePlan, row: Row) -> TilePlan:
+    """The plan with another tile; programs that share keys still all run at once."""
+    made = replace(first, **{f: getattr(row.tile, f) for f in TILE}, cost=row.cost)
+    held = share_of_registers(current(), made.resident * made.warps) if made.skeleton == "decode" else 0
+    return replace(made, registers=held)
+
+
 def _tile(p: TilePlan) -> tuple[Any, ...]:
-    return tuple(getattr(p, f) for f in TILE)
+    return tuple(getattr(p, f) for f in KNOWN)
 
 
 def tuned(
@@ -44,12 +53,14 @@ def tuned(
     run: Callable[[TilePlan], Callable[[], object]],
     machine: str,
     describable: bool = True,
+    also: Sequence[TilePlan] = (),
 ) -> TilePlan:
-    """The fastest of the `count` best plans. `run(plan)` compiles one and returns what launches it.
+    """The fastest of the `count` best plans, and of what is `also` there. `run(plan)` compiles one and returns what
+    launches it.
 
     `describable`: whether K and V, as they lie, fit in tensor descriptors.
     """
-    plans = best_plans(region, sizes, count, describable)
+    plans = [*best_plans(region, sizes, count, describable), *also]
     name = cache.digest("tune", region.key, coarse(sizes), count, machine, [_tile(p) for p in plans])
     path = cache.directory("tuned") / f"{name}.json"
     known = (cache.read_json(path) or {}).get("tile")
