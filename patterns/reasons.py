@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 from torch.fx import Node
 
-from fusecomp.graph.facts import is_getitem, op_name, storage, written_arguments
+from fusecomp.graph.facts import is_getitem, op_name, reach, storage, written_arguments
 from fusecomp.ir.algebra import substitute
 from fusecomp.ir.expr import Expr, Load, Reduce, Var, parts, variables
 from fusecomp.patterns.contraction import contraction
@@ -14,6 +14,10 @@ from fusecomp.patterns.lift import VIEWS, Decline, Lift, runs_over_keys
 
 NO_SOFTMAX = "the left factor of the product is not a softmax over the axis that the product sums over"
 AT_ONCE = "make all scores in one product and mask those outside the window: masked tiles are never visited"
+A_ROW_EACH = (
+    "give each sequence a row of its pages, table [B, pages], and read k = pool[table] with a mask past its length: "
+    "pages behind the length are not read"
+)
 ANOTHER_AXIS = "the softmax runs over another axis than the product of weights and values sums over"
 ON_ITS_OWN = "a score or weight may depend on its own query, key and position only: do this to q, k, v or the output"
 SAME_AXIS = "normalise over the axis that the product with V sums over, the keys"
@@ -44,7 +48,15 @@ def no_weights(lift: Lift, e: Expr, key: Var, product: Node) -> Decline:
         return Decline("the weights are not a softmax of the scores times a factor", product, ONE_FACTOR)
     if sums:
         return Decline(ANOTHER_AXIS, product, SAME_AXIS)
+    if (adds := next(segments(product), None)) is not None:
+        return Decline(f"the softmax runs over segments of a list, which {called(adds)} adds up", adds, A_ROW_EACH)
     return Decline(NO_SOFTMAX, product, SAME_AXIS)
+
+
+def segments(product: Node) -> Iterator[Node]:
+    """Where products of weights and values are added up by an index, behind pointwise operations."""
+    below = reach([product], lambda n: () if n is not product and contraction(n) else n.users)
+    return (n for n in below if op_name(n).removesuffix("_") in ("index_add", "scatter_add", "segment_reduce"))
 
 
 def normalises(total: Reduce, e: Expr, key: Var) -> bool:

@@ -107,6 +107,15 @@ def test_a_compiled_forward_may_stop_for_blocks() -> None:
     assert torch.equal(generate(model, cache, 16), expected)
 
 
+def test_a_whole_graph_is_told_to_take_its_blocks_before() -> None:
+    model = model_of("llama")
+    model.forward = torch.compile(model.forward, backend="eager", fullgraph=True)
+    cache = paged(model)
+    cache.early_initialization(3, 2, 16, torch.float32, torch.device("cpu"))
+    with pytest.raises(Exception, match=r"call cache\.reserve\(batch, tokens\) before the compiled model"):
+        generate(model, cache, 16)
+
+
 def test_rows_may_be_repeated_chosen_and_cut() -> None:
     model = model_of("llama")
     ids = torch.randint(1, 128, (2, 19))

@@ -21,6 +21,7 @@ from fusecomp.errors import OptionError, OutOfBlocks
 from fusecomp.paged import attention
 from fusecomp.paged.cache import PagedKVCache
 
+BEFORE = "the host takes blocks: call cache.reserve(batch, tokens) before the compiled model, for all it will generate"
 KNOWN = ("full_attention", "sliding_attention", "dummy")
 
 
@@ -92,7 +93,7 @@ class Rows:
             self._pages = PagedKVCache(**sizes, share_prefixes=False, device=device)
         return self._pages
 
-    @torch._dynamo.disable
+    @torch._dynamo.disable(reason=BEFORE)  # type: ignore[untyped-decorator]
     def grow(self, batch: int, length: int, wanted: int) -> None:
         """Room for `wanted` tokens in each of `batch` rows of `length`; a last block that is shared is copied."""
         if self._pages is None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
-from corpus.paged import HKV, PAGE, B, D, Draw, H, head_major, paged
+from corpus.paged import HKV, PAGE, B, D, Draw, H, flat_page_list, head_major, paged, used_pages
 from corpus.table import INF, Table
 from torch import Tensor
 
@@ -124,3 +124,6 @@ def loop_with_windows(q: Tensor, k_pool: Tensor, v_pool: Tensor, table: Tensor) 
         o = F.scaled_dot_product_attention(q[b].transpose(0, 1)[None], k[None], v[None], keep, enable_gqa=True)
         out[b] = o[0].transpose(0, 1)
     return out
+
+
+CASES.decline(used_pages, reason="segments of a list, which `index_add` adds up")(flat_page_list)
