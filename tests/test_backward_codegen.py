@@ -218,7 +218,8 @@ def test_compiles_without_a_gpu(arch: int, kernel: str) -> None:
     info = cross_compile(emit_backward(*BACKWARD["causal_gqa_backward"]), arch, kernel)
     assert info.shared <= {80: 166_912, 90: 232_448}[arch]
     if arch == 90:
-        assert info.spills in (0, None)
+        # dK and dV whose sums spill a little were the fastest of examples/bench/records/tiles_h200.json
+        assert (info.spills or 0) <= (512 if kernel == "key_gradients" else 0)
 
 
 def test_a_generated_file_checks_itself(tmp_path: Path) -> None:

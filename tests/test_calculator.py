@@ -95,11 +95,12 @@ def test_tiles_are_ranked_with_reasons() -> None:
     assert {t["why"].split(":")[0] for t in others if not t["fits"]} == {"too large", "spills"}
 
 
-@pytest.mark.parametrize(("changed", "blame"), [({"stages": 1}, "waits for loads"), ({"block_m": 16}, "memory")])
+@pytest.mark.parametrize(("changed", "blame"), [({"stages": 2}, "waits for loads"), ({"block_m": 16}, "memory")])
 def test_reasons_name_what_a_tile_has_more_of(changed: dict[str, int], blame: str) -> None:
     taken, *others = fusecomp.tiles(4096, 128, device="h200").to_dict()["tiles"]
     assert not changed.items() <= taken.items()
-    alike = {**{k: taken[k] for k in ("block_m", "block_n", "warps")}, **changed}
+    loads = "pointer" if "block_m" in changed else taken["loads"]
+    alike = {**{k: taken[k] for k in ("block_m", "block_n", "warps")}, "loads": loads, **changed}
     why = [t["why"] for t in others if alike.items() <= t.items() and t["fits"]]
     assert why
     assert all(blame in w for w in why)
@@ -109,7 +110,7 @@ def test_a_decode_step() -> None:
     found = fusecomp.tiles(65536, decode=True, heads=32, kv_heads=8, device="h200")
     ranking = found.rankings[0]
     assert (ranking.kernel, found.workload.sizes["M"], ranking.taken.tile.pack) == ("decode", 1, 4)
-    assert ranking.shares > 32
+    assert ranking.shares >= 32
     assert "split-KV" in str(found)
     short = fusecomp.tiles(100, decode=True, device="h200")
     assert short.rankings[0].kernel == "forward"

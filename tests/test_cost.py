@@ -10,10 +10,14 @@ import sympy
 from fusecomp.errors import PlanError
 from fusecomp.ir.algebra import apply
 from fusecomp.ir.expr import Load
-from fusecomp.planning import cost, device, textbook
+from fusecomp.planning import device, textbook
 from fusecomp.planning.candidate import Launch
 from fusecomp.planning.chunks import chunks, power
-from fusecomp.planning.facts import facts, lengths, visits
+from fusecomp.planning.cost import FORWARD
+from fusecomp.planning.cost_decode import DECODE
+from fusecomp.planning.equations import Model
+from fusecomp.planning.facts import Visits, facts, lengths, visits
+from fusecomp.planning.queueing import bound
 from fusecomp.planning.tile import Tile
 from fusecomp.planning.workload import KV_IDX, B, H, Workload
 
@@ -166,24 +170,25 @@ def test_registers_tell_which_tiles_spill(d: int, block_m: int, block_n: int, wa
 )
 def test_share_of_tiles_visited(workload: Workload, share: float) -> None:
     m = workload.m or workload.n
-    visited, tested = visits(workload.region, workload.sizes, 64, 64)
+    seen = visits(workload.region, workload.sizes, 64, 64)
     every = -(-m // 64) * (workload.n // 64)
-    assert visited / every == pytest.approx(share, rel=0.07)
-    assert tested <= visited
+    assert seen.visited / every == pytest.approx(share, rel=0.07)
+    assert seen.tested <= seen.visited
+    assert seen.longest * -(-m // 64) >= seen.visited
 
 
 def test_causal_tiles_by_counting() -> None:
     """Four query tiles see 1, 2, 3, 4 tiles; only the last of each needs its mask."""
     w = Workload(256, causal=True)
-    assert visits(w.region, w.sizes, 64, 64) == (10, 4)
-    assert visits(Workload(256).region, w.sizes, 64, 64) == (16, 0)
-    assert visits(Workload(250).region, {**w.sizes, "N": 250}, 64, 64) == (16, 4)
+    assert visits(w.region, w.sizes, 64, 64) == Visits(10, 4, 4)
+    assert visits(Workload(256).region, w.sizes, 64, 64) == Visits(16, 0, 4)
+    assert visits(Workload(250).region, {**w.sizes, "N": 250}, 64, 64) == Visits(16, 4, 4)
 
 
 def test_data_dependent_bounds_count_as_nothing_known() -> None:
     w = Workload(256)
     padded = apply("lt", KV_IDX, Load("lengths", (B,), "int64"))
-    assert visits(replace(w.region, keep=(padded,)), w.sizes, 64, 64) == (16, 16)
+    assert visits(replace(w.region, keep=(padded,)), w.sizes, 64, 64) == Visits(16, 16, 4)
 
 
 # What a region costs
@@ -227,7 +232,7 @@ def test_a_bias_is_read_once_and_special_functions_cost() -> None:
     tile = Tile(64, 64, 4, 3)
     plain, biased = of(Workload(4096, batch=4), tile), of(Workload(4096, batch=4, bias=True), tile)
     assert biased["hbm"] - plain["hbm"] == 2 * 16 * 4096**2
-    assert of(Workload(4096, softcap=30.0), tile)["element_s"] > 2 * of(Workload(4096), tile)["element_s"]
+    assert of(Workload(4096, softcap=30.0), tile)["element_s"] > 1.5 * of(Workload(4096), tile)["element_s"]
 
 
 def test_splits_fill_the_device_in_decode() -> None:
@@ -235,9 +240,15 @@ def test_splits_fill_the_device_in_decode() -> None:
     split, whole = (of(w, Tile(16, 64, 4, 3, 4), decode=d) for d in (True, False))
     assert split["programs"] >= device.find("h200").sms
     assert split["seconds"] < whole["seconds"] / 5
-    assert cost.bound(split) == "memory"
+    assert bound(split) == "memory"
 
 
-def test_every_quantity_has_a_unit_and_known_symbols() -> None:
-    assert all(unit for _, unit in cost.QUANTITIES.values())
-    assert set(cost.FITTED) >= {str(s) for s in cost.SYMBOLS} & set(cost.FITTED)
+@pytest.mark.parametrize("model", [FORWARD, DECODE])
+def test_every_quantity_has_a_unit_and_every_symbol_a_value(model: Model) -> None:
+    w = Workload(4096, m=1, heads=32, kv_heads=8)
+    launch = Launch(w.region, w.sizes, device.find("h200"), decode=model is DECODE)
+    given = set(launch.inputs(Tile(16, 64, 4, 2, 4)))
+    assert all(model.units.values())
+    for page in model.pages:
+        assert set(page.symbols) <= given
+        given |= set(page.equations)

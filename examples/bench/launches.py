@@ -18,8 +18,8 @@ from fusecomp.ir.reference import evaluate
 from fusecomp.planning import backward
 from fusecomp.planning.device import current
 from fusecomp.planning.facts import value
-from fusecomp.planning.plan import plan, rows, share_of_registers
-from fusecomp.planning.tile import TilePlan
+from fusecomp.planning.plan import plan, rows, scheduled
+from fusecomp.planning.tile import Tile, TilePlan
 from fusecomp.running import cache
 from fusecomp.running.backward import gradients
 from fusecomp.running.loader import load
@@ -42,11 +42,7 @@ def plans(case: Case) -> list[TilePlan]:
     if case.kind == "decode":
         shapes, device = dict.fromkeys((t.block_m, t.pack) for t in tiles), current()
         made = [(m, p, *rest) for m, p in shapes for rest in DECODE]
-        return [
-            replace(first, block_m=m, pack=p, block_n=n, warps=w, stages=s, resident=r,
-                    registers=share_of_registers(device, r * w))
-            for m, p, n, w, s, r in made
-        ]  # fmt: skip
+        return [scheduled(first, Tile(m, n, w, s, p, "pointer", r), device) for m, p, n, w, s, r in made]
     shared = replace(first, visits="bounds", resident=4)
     return [replace(shared, **{name: getattr(t, name) for name in COLUMNS[:-1]}) for t in tiles]
 

@@ -1,7 +1,8 @@
-"""The tiles of the backward kernels: sizes that are known to be good, made smaller until they fit.
+"""The tiles of the backward kernels: those of least predicted time (`cost_backward`).
 
 The query gradient's program has BLOCK_M queries and walks their keys; the key gradients' has BLOCK_N keys and walks
-the queries that see them.
+the queries that see them. Nothing predicts float32, dropout, and what S reads for each query and key, which has a tile
+of its own in registers: they take sizes that are known to be good, made smaller until they fit.
 
     BLOCK_M x BLOCK_N  query gradient           key gradients
     D <= 64            64 x 128, 4 warps        64 x 128, 8 warps      3 stages
@@ -10,29 +11,28 @@ the queries that see them.
     more, or float32   32 x 32,  4 warps        32 x 32,  4 warps      2 stages
     with dropout       at most x 64             at most 32 x
     with a bias        64 x 64,  8 warps        64 x 64,  8 warps      and so its own gradient, 1 stage
-
-A bias, or whatever else S reads for each query and key, has a tile of its own in registers.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import product
 
 from fusecomp.errors import PlanError
 from fusecomp.ir.algebra import draws
 from fusecomp.ir.expr import Expr, Load, parts, variables
-from fusecomp.ir.region import AttentionRegion, extent
+from fusecomp.ir.region import AttentionRegion
 from fusecomp.planning.backward_resources import fits, smem
-from fusecomp.planning.chunks import chunks
+from fusecomp.planning.candidate import Launch
+from fusecomp.planning.cost_backward import BACKWARD, BACKWARD_FITTED, BACKWARD_REGISTERS
 from fusecomp.planning.device import Device, find
 from fusecomp.planning.facts import facts
+from fusecomp.planning.plan import coarse
 from fusecomp.planning.tile import Tile, TilePlan
 
-BYTES = {"float32": 4}
-"""Of one element of an operand; 2 where it is not named here."""
-
+KERNELS = ("query_gradient", "key_gradients")
+LONG, HEADS = {"M": 4096, "N": 4096}, 32
 SIDES = (32, 64, 128)
 REGISTERS = 384
 """Of one thread, for sums, scores, probabilities and their gradients: half more than there are still runs, spilling."""
@@ -48,11 +48,46 @@ class BackwardPlan:
     """Of dK and dV: block_n keys a program, block_m queries at a time."""
 
 
-def backward_plan(region: AttentionRegion, device: Device | None = None) -> BackwardPlan:
-    """The tiles for one region on `device`, an H200 unless one is named. Raises PlanError where nothing fits."""
-    size = max(sum(sum(chunks(extent(p.d))) for p in region.products), sum(chunks(extent(region.dv))))
-    elt = max(BYTES.get(t, 2) for t in (region.pv_dtype, *(p.dtype for p in region.products)))
-    if size > 256 or elt > 2:
+def backward_plan(
+    region: AttentionRegion, device: Device | None = None, sizes: Mapping[str, int] | None = None
+) -> BackwardPlan:
+    """The tiles for one region on `device`, an H200 unless one is named, at lengths near `sizes`, long ones unless they
+    are given. Raises PlanError where nothing fits."""
+    on, name = device or find("h200"), device.name if device else ""
+    lengths = dict(coarse(sizes or {s: LONG.get(s, HEADS) for s in region.sizes}))
+    if predicted(region):
+        made = {kernel: _fastest(region, lengths, on, kernel) for kernel in KERNELS}
+    else:
+        made = {kernel: _fitting(region, kernel, t, on) for kernel, t in _known(region).items()}
+    return BackwardPlan(*(_plan(region, t, kernel, name) for kernel, t in made.items()))
+
+
+def predicted(region: AttentionRegion) -> bool:
+    """Whether the equations know its kernels."""
+    known = facts(region)
+    biased = any(pairs(x, region) for x in parts(region.score))
+    return known.width == 2 and not known.draws and not biased and max(known.wide, known.wide_v) <= 256
+
+
+def _fastest(region: AttentionRegion, sizes: Mapping[str, int], device: Device, kernel: str) -> Tile:
+    rows = costed(region, sizes, device, kernel)
+    if not rows:
+        return _fitting(region, kernel, _known(region)[kernel], device)
+    return min(rows, key=lambda row: row[1]["seconds"])[0]
+
+
+def costed(
+    region: AttentionRegion, sizes: Mapping[str, int], device: Device, kernel: str
+) -> list[tuple[Tile, dict[str, float]]]:
+    """Every candidate, with every quantity of `cost_backward`."""
+    return [(t, BACKWARD.evaluate(inputs(region, sizes, device, kernel, t))) for t in tiles(region, kernel, device)]
+
+
+def _known(region: AttentionRegion) -> dict[str, Tile]:
+    """The table above."""
+    known = facts(region)
+    size = max(known.wide, known.wide_v)
+    if size > 256 or known.width > 2:
         queries, keys = Tile(32, 32, 4, 2), Tile(32, 32, 4, 2)
     elif size > 128:
         queries, keys = Tile(64, 64, 8, 2), Tile(32, 64, 8, 2)
@@ -60,28 +95,56 @@ def backward_plan(region: AttentionRegion, device: Device | None = None) -> Back
         queries, keys = Tile(128, 64, 8, 3), Tile(64, 128, 8, 2)
     else:
         queries, keys = Tile(64, 128, 4, 3), Tile(64, 128, 8, 3)
-    if any(pairs(x, region) for x in parts(region.score)) and size <= 256 and elt == 2:
+    if any(pairs(x, region) for x in parts(region.score)) and size <= 256 and known.width == 2:
         rows = 64 if size <= 128 else 32
         queries, keys = replace(queries, block_m=rows, block_n=64, warps=8), replace(keys, block_n=64)
     if draws(region.weight):  # what a tile keeps takes registers
         queries, keys = replace(queries, block_n=min(64, queries.block_n)), replace(keys, block_m=min(32, keys.block_m))
-    first = {"query_gradient": queries, "key_gradients": keys}
-    fit = {kernel: _fitting(region, kernel, t, device or find("h200")) for kernel, t in first.items()}
-    return BackwardPlan(*(_plan(region, t, kernel, device) for kernel, t in fit.items()))
+    return {"query_gradient": queries, "key_gradients": keys}
 
 
 def candidates(region: AttentionRegion, moves: str, device: Device) -> Iterator[TilePlan]:
-    """Every tile worth trying of dQ (`moves` "keys") or of dK and dV ("queries"): what its sums and its operands take
-    is there, and eight warps have work."""
-    known = facts(region)
+    """Plans of every tile worth trying of dQ (`moves` "keys") or of dK and dV ("queries")."""
     kernel = "query_gradient" if moves == "keys" else "key_gradients"
+    yield from (_plan(region, tile, kernel, device.name) for tile in tiles(region, kernel, device))
+
+
+def tiles(region: AttentionRegion, kernel: str, device: Device) -> Iterator[Tile]:
+    """Those for whose sums and operands there is room, and in which eight warps have work."""
+    known = facts(region)
     for block_m, block_n, warps, stages in product(SIDES, SIDES, (4, 8), (1, 2, 3)):
         tile = Tile(block_m, block_n, warps, stages)
-        fixed, sums = (block_m, known.wide) if moves == "keys" else (block_n, known.wide + known.wide_v)
+        of_queries = kernel == "query_gradient"
+        fixed, sums = (block_m, known.wide) if of_queries else (block_n, known.wide + known.wide_v)
         registers = (fixed * sums + 3 * block_m * block_n) / (32 * warps)
         run = registers <= REGISTERS and fits(kernel, tile, known, device)
         if run and (warps == 4 or block_m * block_n >= 64 * 32):
-            yield _plan(region, tile, kernel, device)
+            yield tile
+
+
+def inputs(
+    region: AttentionRegion, sizes: Mapping[str, int], device: Device, kernel: str, tile: Tile
+) -> dict[str, float]:
+    """What the equations of `cost_backward` take for one tile of "query_gradient" or "key_gradients"."""
+    launch, of_keys = Launch(region, sizes, device, decode=False), kernel == "key_gradients"
+    fixed, moving = (tile.block_n, tile.block_m) if of_keys else (tile.block_m, tile.block_n)
+    seen, group = launch.visits(tile.block_m, tile.block_n), launch.at.heads // launch.at.kv_heads
+    # a tile of keys is seen by as many queries as a query sees keys, in each head of its group
+    longest = -(-seen.longest * tile.block_n // tile.block_m) * group if of_keys else seen.longest
+    return {
+        **launch.inputs(replace(tile, block_m=fixed, block_n=moving, pack=1)),
+        **BACKWARD_REGISTERS,
+        **BACKWARD_FITTED,
+        "KEYS": int(of_keys),
+        "FIXED": fixed,
+        "MOVING": moving,
+        "FIXED_HEADS": launch.at.kv_heads if of_keys else launch.at.heads,
+        "FIXED_ROWS": launch.at.n if of_keys else launch.at.m,
+        "TILES": seen.visited,
+        "TESTED": seen.tested,
+        "LONGEST": longest,
+        "smem": smem(kernel, tile, launch.known, device),
+    }
 
 
 def pairs(e: Expr, region: AttentionRegion) -> bool:
@@ -110,8 +173,8 @@ def _fitting(region: AttentionRegion, kernel: str, t: Tile, device: Device) -> T
     return t
 
 
-def _plan(region: AttentionRegion, t: Tile, skeleton: str, device: Device | None) -> TilePlan:
-    known, name = facts(region), device.name if device else ""
+def _plan(region: AttentionRegion, t: Tile, skeleton: str, device: str) -> TilePlan:
+    known = facts(region)
     return TilePlan(
-        skeleton, t.block_m, t.block_n, known.d_chunks, known.dv_chunks, warps=t.warps, stages=t.stages, device=name
+        skeleton, t.block_m, t.block_n, known.d_chunks, known.dv_chunks, warps=t.warps, stages=t.stages, device=device
     )

@@ -5,11 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
-from fusecomp.ir.expr import Const, Expr, Load, Var, parts
+from fusecomp.ir.expr import Const, Expr, Load, Var, parts, variables
 from fusecomp.ir.region import AttentionRegion
-from fusecomp.planning.cost import FITTED, evaluate
+from fusecomp.planning.cost import FITTED, FORWARD
+from fusecomp.planning.cost_decode import DECODE, DECODE_FITTED, DECODE_REGISTERS
 from fusecomp.planning.device import Device
-from fusecomp.planning.facts import WIDTH, Facts, facts, lengths, value, visits
+from fusecomp.planning.facts import WIDTH, Facts, Visits, facts, lengths, value, visits
+from fusecomp.planning.rates import RATES
 from fusecomp.planning.resources import ALLOCATED, compiler
 from fusecomp.planning.tile import Tile
 
@@ -20,27 +22,28 @@ class Launch:
     def __init__(self, region: AttentionRegion, sizes: Mapping[str, int], device: Device, decode: bool) -> None:
         self.region, self.sizes, self.device, self.decode = region, dict(sizes), device, decode
         self.known, self.at = facts(region), lengths(region, sizes)
-        found = _of_region(self.known), _of_device(device, self.known), self._of_lengths()
-        self.fixed = {name: x for held in (ALLOCATED, FITTED, *found) for name, x in held.items()}
+        fitted = ALLOCATED, RATES, DECODE_REGISTERS, DECODE_FITTED if decode else FITTED
+        found = of_region(self.known), of_device(device, self.known), self._of_lengths()
+        self.fixed = {name: x for held in (*fitted, *found) for name, x in held.items()}
         self.describable = not decode and device.descriptors and self.known.describable
         """Whether descriptors may bring K and V, provided that they lie as descriptors want them."""
-        self._visits: dict[tuple[int, int], tuple[int, int]] = {}
+        self._visits: dict[tuple[int, int], Visits] = {}
 
-    def visits(self, rows: int, block_n: int) -> tuple[int, int]:
-        """(tiles visited, tiles that test their mask) of one head."""
+    def visits(self, rows: int, block_n: int) -> Visits:
+        """The tiles of one head."""
         key = rows, block_n
         if key not in self._visits:
             self._visits[key] = visits(self.region, self.sizes, rows, block_n)
         return self._visits[key]
 
     def quantities(self, tile: Tile) -> dict[str, float]:
-        """Every quantity of `cost.QUANTITIES` for one tile."""
-        return evaluate(self.inputs(tile))
+        """Every quantity of the pages of equations for one tile."""
+        return (DECODE if self.decode else FORWARD).evaluate(self.inputs(tile))
 
     def inputs(self, tile: Tile) -> dict[str, float]:
         """A number for each symbol."""
         made = compiler(tile, self.known, self.device)
-        visited, tested = self.visits(max(1, tile.block_m // tile.pack), tile.block_n)
+        seen = self.visits(max(1, tile.block_m // tile.pack), tile.block_n)
         return {
             **self.fixed,
             "BLOCK_M": tile.block_m,
@@ -48,16 +51,24 @@ class Launch:
             "WARPS": tile.warps,
             "STAGES": tile.stages,
             "PACK": tile.pack,
+            "RESIDENT": max(1, tile.resident),
             "DESC": int(tile.loads == "descriptor"),
-            "TILES": visited,
-            "TESTED": tested,
+            "TILES": seen.visited,
+            "TESTED": seen.tested,
+            "LONGEST": seen.longest,
             **made,
-            "MMA_SHARE": _share(tile, made, self.device),
+            "NATIVE": int(made["WGMMA"] or self.device.capability < 90),
+            **self._held(tile),
         }
+
+    def _held(self, tile: Tile) -> dict[str, float]:
+        """Of decoding: what programs that share a multiprocessor leave each other."""
+        most = share_of_registers(self.device, tile.resident * tile.warps) if self.decode and tile.resident else 0
+        return {"REGS_MAX": most, "CAP": most} if most else {"CAP": 0}
 
     def _of_lengths(self) -> dict[str, float]:
         loaded = [elements(x, self.sizes) * WIDTH.get(x.dtype, 1) for x in self.known.loads]
-        every_query = visits(self.region, self.sizes, self.at.m, 16)[0]
+        every_query = visits(self.region, self.sizes, self.at.m, 16).visited
         return {
             "HEADS": self.at.heads,
             "KV_HEADS": self.at.kv_heads,
@@ -65,19 +76,30 @@ class Launch:
             "N": self.at.n,
             "REACHED": min(self.at.n, 16 * every_query),
             "LOAD_UNIQUE": sum(loaded),
+            "REQUESTS": math.prod(_size(v.size, self.sizes) for v in self.region.batch if v.name in self._bounding()),
             "SPLIT": int(self.decode),
         }
 
-
-def _share(tile: Tile, made: Mapping[str, float], device: Device) -> float:
-    """Of the peak. With no matrix instruction, a thread of s scores loads 2 sqrt(s) operands for s multiply-adds."""
-    if not made["DOT"]:
-        return 1.0 if made["WGMMA"] or device.capability < 90 else FITTED["SYNC_MMA"]
-    scores = tile.block_m * tile.block_n / (tile.warps * device.warp)
-    return 1 / (1 + FITTED["LOADS_DOT"] / math.sqrt(scores))
+    def _bounding(self) -> frozenset[str]:
+        """What the range of keys varies with."""
+        spans = self.known.reach
+        return frozenset().union(*(variables(x.edge) for x in (*spans.lower, *spans.upper)))
 
 
-def _of_region(known: Facts) -> dict[str, float]:
+REGISTER_UNIT = 8
+"""Registers of a thread are given out in eights (CUDA C++ Programming Guide, technical specifications)."""
+
+
+def share_of_registers(device: Device, warps: int) -> int:
+    """Of a thread, where a multiprocessor holds so many warps; 0 where it is more than a thread can have.
+
+    Programs that share the keys equally all run at once: one more register, and a fourth of them would run after."""
+    each = device.registers_per_sm // (warps * device.warp) // REGISTER_UNIT * REGISTER_UNIT
+    return each if each < device.registers_per_thread else 0
+
+
+def of_region(known: Facts) -> dict[str, float]:
+    """The region's symbols."""
     return {
         "D": known.wide,
         "DV": known.wide_v,
@@ -98,7 +120,8 @@ def _of_region(known: Facts) -> dict[str, float]:
     }
 
 
-def _of_device(device: Device, known: Facts) -> dict[str, float]:
+def of_device(device: Device, known: Facts) -> dict[str, float]:
+    """The device's symbols."""
     return {
         "SMS": device.sms,
         "SMEM_SM": device.smem_per_sm,

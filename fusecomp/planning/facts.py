@@ -228,8 +228,19 @@ INTEGER: dict[str, Callable[..., int]] = {
 }
 
 
-def visits(region: AttentionRegion, sizes: Mapping[str, int], rows: int, block_n: int) -> tuple[int, int]:
-    """(tiles visited, tiles that test their mask) of one head, for query tiles of `rows` rows."""
+@dataclass(frozen=True)
+class Visits:
+    """Tiles of keys of one head."""
+
+    visited: int
+    tested: int
+    """Of them, those in which some pair still needs its mask."""
+    longest: int
+    """Those of the query tile that visits most."""
+
+
+def visits(region: AttentionRegion, sizes: Mapping[str, int], rows: int, block_n: int) -> Visits:
+    """What one head visits, for query tiles of `rows` rows."""
     spans = facts(region).reach
     at = lengths(region, sizes)
     first = np.arange(0, at.m, rows)
@@ -238,11 +249,12 @@ def visits(region: AttentionRegion, sizes: Mapping[str, int], rows: int, block_n
     high_clean, high = _edges(spans.upper, region, sizes, first, last, at.n)
     low, high = np.clip(low, 0, at.n), np.clip(high, 0, at.n)
     visited = np.maximum(-(-high // block_n) - low // block_n, 0)
+    longest = max(1, int(visited.max()))
     if spans.loose or any(_edge(b, region, sizes) is None for b in (*spans.lower, *spans.upper)):
-        return int(visited.sum()), int(visited.sum())
+        return Visits(int(visited.sum()), int(visited.sum()), longest)
     # no test: the whole tile lies between the edges of every row, and before the last key
     clean = np.maximum(np.minimum(high_clean, at.n) // block_n + (-np.maximum(low_clean, 0) // block_n), 0)
-    return int(visited.sum()), int((visited - np.minimum(clean, visited)).sum())
+    return Visits(int(visited.sum()), int((visited - np.minimum(clean, visited)).sum()), longest)
 
 
 def _edges(

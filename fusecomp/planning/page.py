@@ -18,7 +18,7 @@ from fusecomp.planning.glossary import GLOSSARY
 from fusecomp.planning.written import Equation, Page, Symbol, read
 
 PACKAGE = "fusecomp.planning"
-ROOTS = {"forward": "cost", "decode": "cost"}
+ROOTS = {"forward": "cost", "decode": "cost_decode", "backward": "cost_backward"}
 """Kernel -> the module that holds its last page; those before it are the pages that it imports."""
 
 

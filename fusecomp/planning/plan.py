@@ -6,20 +6,19 @@ carries is that of the lengths asked for.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass, replace
-from functools import lru_cache, partial
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, fields, replace
+from functools import lru_cache
 from itertools import product
 from typing import Any
 
 from fusecomp.errors import PlanError
 from fusecomp.ir.region import AttentionRegion
-from fusecomp.planning.candidate import Launch
+from fusecomp.planning.candidate import Launch, share_of_registers
 from fusecomp.planning.chunks import power
-from fusecomp.planning.cost import bound
 from fusecomp.planning.device import Device, current
 from fusecomp.planning.facts import lengths
+from fusecomp.planning.queueing import bound
 from fusecomp.planning.resources import in_tensor_memory
 from fusecomp.planning.tile import Cost, Rejected, Tile, TilePlan
 from fusecomp.planning.visits import visits
@@ -34,17 +33,8 @@ SPILL_LIMIT = 64
 """Registers over the limit that a tile may need and still be tried; each costs time (`cost.spill_s`)."""
 TIE = 0.01
 """Times so near each other are one."""
-DECODE_TIE = 0.05
-"""The same of decoding: its time is that of the memory, and the equations do not see what a tile does to it."""
-DECODE_TILE = 32 * 1024
-"""B of K and V in a tile of decoding. Times tie, being those of the memory; so many bytes on their way in each of the
-four programs of a multiprocessor came nearest to its rate, with four warps and two stages
-(examples/bench/records/decode_tiles_h200.json)."""
-RESIDENT = 4
-"""Of decoding: programs of a multiprocessor that share the keys, at most. More have shorter shares, and starting and
-combining them costs more than it gains where requests are few (the same record)."""
-REGISTER_UNIT = 8
-"""Registers of a thread are given out in eights (CUDA C++ Programming Guide, technical specifications)."""
+RESIDENT = (1, 2, 4, 8)
+"""Of decoding: programs of a multiprocessor that the keys may be split for."""
 SIDES = (16, 32, 64, 128)
 
 
@@ -73,9 +63,8 @@ def plan(
     ranked = _ranked(region, coarse(sizes), device, _allowed(device, budget), describable)
     tile, kind = ranked[0].tile, ranked[0].skeleton
     launch = Launch(region, sizes, device, kind == "decode")
-    quantities = launch.quantities(tile)
-    cost, resident = _cost(quantities), min(RESIDENT, int(quantities["resident"]))
-    return TilePlan(
+    cost = _cost(launch.quantities(tile))
+    made = TilePlan(
         skeleton=kind,
         block_m=tile.block_m,
         block_n=tile.block_n,
@@ -83,16 +72,21 @@ def plan(
         dv_chunks=launch.known.dv_chunks,
         warps=tile.warps,
         stages=tile.stages,
-        pack=tile.pack,
         cost=cost,
         rejected=_rejected(ranked),
         device=device.name,
-        resident=resident,
-        registers=share_of_registers(device, resident * tile.warps) if kind == "decode" else 0,
         overlap=kind == "decode" and device.capability >= 90,
-        loads=tile.loads,
         visits="bounds" if kind == "decode" else visits(region, sizes, device, cost.seconds),
     )
+    return scheduled(made, tile, device)
+
+
+def scheduled(made: TilePlan, tile: Tile, device: Device) -> TilePlan:
+    """The plan with another tile of the same skeleton."""
+    given = {f.name: getattr(tile, f.name) for f in fields(Tile) if f.name != "resident"}
+    split = made.skeleton == "decode"
+    held = share_of_registers(device, tile.resident * tile.warps) if split else 0
+    return replace(made, **given, resident=tile.resident or made.resident, registers=held)
 
 
 def rows(
@@ -147,11 +141,11 @@ def candidates(launch: Launch, describable: bool = False) -> Iterator[Tile]:
     ways = ("pointer", "descriptor") if describable and launch.describable else ("pointer",)
     pack = packed(launch.known.group) if launch.decode and launch.known.packs else 1
     tallest = max(16, power(launch.at.m * pack))
-    warps_of, stages_of = ((2, 4), (2,)) if launch.decode else ((4, 8), (1, 2, 3, 4))
-    for block_m, block_n, warps, stages, loads in product(SIDES, SIDES, warps_of, stages_of, ways):
+    how = ((2, 4), (2, 3), ways, RESIDENT) if launch.decode else ((4, 8), (1, 2, 3, 4), ways, (0,))
+    for block_m, block_n, warps, stages, loads, resident in product(SIDES, SIDES, *how):
         fits = pack <= block_m <= tallest and (warps <= 4 or block_m * block_n >= 64 * 64)
         if fits and (loads == "pointer" or (block_m >= 64 and stages > 1)):
-            tile = Tile(block_m, block_n, warps, stages, pack, loads)
+            tile = Tile(block_m, block_n, warps, stages, pack, loads, resident)
             if in_tensor_memory(tile, launch.known, launch.device):
                 yield tile
 
@@ -171,41 +165,24 @@ def _ranked(
     costed = [(tile, _cost(launch.quantities(tile))) for tile in candidates(launch, describable)]
     refused = {tile: _too_large(cost, budget, device) for tile, cost in costed}
     fits = [tc for tc in costed if not refused[tc[0]]] or [_last_resort(costed, budget)]
-    fits = _by_merit(fits, partial(_steady, launch), DECODE_TIE) if kind == "decode" else _by_merit(fits, _preference)
+    fits = _by_merit(fits)
     best = fits[0][1]
     losers = [Row(t, kind, c, refused[t]) for t, c in costed if refused[t] and t != fits[0][0]]
     return (*(Row(t, kind, c, _slower(c, best)) for t, c in fits), *losers)
 
 
-def _by_merit(
-    fits: list[tuple[Tile, Cost]], preference: Callable[[tuple[Tile, Cost]], tuple[float, ...]], tie: float = TIE
-) -> list[tuple[Tile, Cost]]:
+def _by_merit(fits: list[tuple[Tile, Cost]]) -> list[tuple[Tile, Cost]]:
     """By time, after the one preferred of those that tie with the fastest."""
     fits = sorted(fits, key=lambda tc: tc[1].seconds)
-    near = [tc for tc in fits if tc[1].seconds <= (1 + tie) * fits[0][1].seconds]
-    best = min(near, key=preference)
+    near = [tc for tc in fits if tc[1].seconds <= (1 + TIE) * fits[0][1].seconds]
+    best = min(near, key=lambda tc: _preference(*tc))
     return [best, *(tc for tc in fits if tc is not best)]
 
 
-def _preference(costed: tuple[Tile, Cost]) -> tuple[float, ...]:
-    """The largest tile, the squarest, pipelined, of least memory."""
-    tile, cost = costed
-    return -tile.block_m * tile.block_n, -min(tile.block_m, tile.block_n), tile.stages < 2, cost.smem_bytes, tile.warps
-
-
-def _steady(launch: Launch, costed: tuple[Tile, Cost]) -> tuple[float, ...]:
-    """For decoding: the tile of fewest rows whose K and V are nearest to DECODE_TILE, with most warps."""
-    tile, known = costed[0], launch.known
-    kv_tile = tile.block_n * known.width * (known.wide + known.wide_v)
-    return tile.block_m, abs(math.log2(kv_tile / DECODE_TILE)), -tile.warps
-
-
-def share_of_registers(device: Device, warps: int) -> int:
-    """Of a thread, where a multiprocessor holds so many warps; 0 where it is more than a thread can have.
-
-    Programs that share the keys equally all run at once: one more register, and a fourth of them would run after."""
-    each = device.registers_per_sm // (warps * device.warp) // REGISTER_UNIT * REGISTER_UNIT
-    return each if each < device.registers_per_thread else 0
+def _preference(tile: Tile, cost: Cost) -> tuple[float, ...]:
+    """The largest tile, the squarest, of fewest programs, pipelined, of least memory."""
+    size, side = tile.block_m * tile.block_n, min(tile.block_m, tile.block_n)
+    return -size, -side, tile.resident, tile.stages < 2, cost.smem_bytes, tile.warps
 
 
 def _allowed(device: Device, budget: int | None) -> int:
@@ -262,4 +239,6 @@ def _cost(q: Mapping[str, float]) -> Cost:
 
 def _rejected(ranked: tuple[Row, ...]) -> tuple[Rejected, ...]:
     tiles_of = ((row.tile, row.reason) for row in ranked[1:])
-    return tuple(Rejected(t.block_m, t.block_n, t.warps, t.stages, reason, t.loads) for t, reason in tiles_of)
+    return tuple(
+        Rejected(t.block_m, t.block_n, t.warps, t.stages, reason, t.loads, t.resident) for t, reason in tiles_of
+    )

@@ -98,10 +98,15 @@ def rank_plan(region: AttentionRegion, sizes: Mapping[str, int], device: Device,
     ranked = rows(region, sizes, device, describable=describable)
     if plan.cost is None or ranked[0].skeleton != plan.skeleton:
         return None
-    own = Tile(plan.block_m, plan.block_n, plan.warps, plan.stages, plan.pack, plan.loads)
+    own = Tile(plan.block_m, plan.block_n, plan.warps, plan.stages, plan.pack, plan.loads, asked(plan))
     taken = next((row for row in ranked if row.tile == own), Row(own, plan.skeleton, plan.cost, ""))
     others = [row for row in ranked if row.tile != own]
     return rank(region, sizes, device, [taken, *others], device.smem_bytes, "not at rounded lengths")
+
+
+def asked(plan: TilePlan) -> int:
+    """Programs of a multiprocessor that the keys are split for; 0 where they are not."""
+    return plan.resident if plan.skeleton == "decode" else 0
 
 
 def rank_backward(region: AttentionRegion, device: Device, budget: int) -> tuple[Ranking, Ranking]:

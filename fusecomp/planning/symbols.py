@@ -26,22 +26,23 @@ def symbols(names: str) -> list[Any]:
 # The tile and the schedule
 BLOCK_M, BLOCK_N, WARPS, STAGES, PACK = symbols("BLOCK_M BLOCK_N WARPS STAGES PACK")
 # The region: D and DV as Triton holds them, WIDTH in bytes; bytes of a row of Q, K, V, O; work and bytes of a pair
-D, DV, CHUNK, KV_TILES, WIDTH, Q_ROW, K_ROW, V_ROW, O_ROW = symbols(
-    "D DV CHUNK KV_TILES WIDTH Q_ROW K_ROW V_ROW O_ROW"
-)
+D, DV, CHUNK, KV_TILES, WIDTH, Q_ROW, K_ROW, V_ROW, O_ROW = symbols("D DV CHUNK KV_TILES WIDTH Q_ROW K_ROW V_ROW O_ROW")
 FMA, SFU, TEST, DRAWS, LOAD, LOAD_UNIQUE, LOOKED_UP, PASSES = symbols(
     "FMA SFU TEST DRAWS LOAD LOAD_UNIQUE LOOKED_UP PASSES"
 )
-# The launch: heads over the batch, lengths, tiles visited and tested by one head, keys reached by any query
-HEADS, KV_HEADS, M, N, TILES, TESTED, REACHED = symbols("HEADS KV_HEADS M N TILES TESTED REACHED")
+# The launch: heads over the batch, lengths; tiles that one head visits, that it tests, that its longest program visits;
+# keys reached by any query
+HEADS, KV_HEADS, M, N, TILES, TESTED, LONGEST, REACHED = symbols("HEADS KV_HEADS M N TILES TESTED LONGEST REACHED")
 # The device
 SMS, SMEM_PER_SM, REGS_PER_SM, REGS_MAX, THREADS_PER_SM, WARP = symbols("SMS SMEM_SM REGS_SM REGS_MAX THREADS_SM WARP")
 MMA_RATE, SFU_RATE, FMA_RATE, SMEM_RATE, L2_RATE, HBM_RATE, L2, LAUNCH = symbols(
     "MMA SFUS FMAS SMEM L2RATE HBM L2 LAUNCH"
 )
 # Choices that the compiler makes from the above: 1 or 0
-SPLIT, WGMMA, TCGEN05, MMA_SYNC, DOT, CROSSES, REGROUPED, BYTES, DRAWN, PARTS, MMA_ROWS, MMA_SHARE, DESC = symbols(
-    "SPLIT WGMMA TCGEN05 MMA_SYNC DOT CROSSES REGROUPED BYTES DRAWN PARTS MMA_ROWS MMA_SHARE DESC"
+SPLIT, WGMMA, TCGEN05, MMA_SYNC, DOT, CROSSES, REGROUPED, BYTES, DRAWN, PARTS, MMA_ROWS, NATIVE, DESC = symbols(
+    "SPLIT WGMMA TCGEN05 MMA_SYNC DOT CROSSES REGROUPED BYTES DRAWN PARTS MMA_ROWS NATIVE DESC"
 )
+# What the resources of a program come to, on the pages after them
+SHARED, TAKEN, SPILLED = symbols("smem registers spilled")
 
 threads = WARPS * WARP

@@ -16,6 +16,8 @@ class Tile:
     pack: int = 1
     loads: str = "pointer"
     """How K and V are fetched: "pointer" or "descriptor"."""
+    resident: int = 0
+    """Of decoding: programs of a multiprocessor, as many as the keys are split for; else 0."""
 
 
 @dataclass(frozen=True)
@@ -53,6 +55,7 @@ class Rejected:
     reason: str
     """"needs 262144 B of shared memory, 232448 usable", "predicted 12 % slower" ..."""
     loads: str = "pointer"
+    resident: int = 0
 
 
 @dataclass(frozen=True)

@@ -83,7 +83,7 @@ def lower(
         source, launch = generate(*looked_through(match, tiles))
         return Lowered(key_of(source), launch, "triton", source.plan, source)
     try:
-        return for_training(match, tiles)
+        return for_training(match, tiles, sizes)
     except (KernelError, PlanError) as error:
         source, launch = generate(match, tiles)
         return Lowered(key_of(source), launch, "triton", source.plan, source, why_no_backward=str(error))
@@ -124,12 +124,12 @@ def on_cpu(device: torch.device, options: Options) -> bool:
     return device.type == "cpu" and not triton_interprets()
 
 
-def for_training(match: Match, tiles: TilePlan) -> Lowered:
+def for_training(match: Match, tiles: TilePlan, sizes: Mapping[str, int]) -> Lowered:
     """A forward kernel that saves the log-sum-exp, and its backward. KernelError or PlanError where there is none."""
     region = match.region
     source, launch = generate(match, tiles, saves_lse=True)
     others = match.learned - products_of(region)
-    backward = emit_backward(region, backward_plan(region, current()), others, fixed(match))
+    backward = emit_backward(region, backward_plan(region, current(), sizes), others, fixed(match))
     module = load(backward, cache.directory("kernels"))
     return Lowered(f"{key_of(source)}-{key_of(backward)[-8:]}", launch, "triton", source.plan, source,
                    module.launch, backward)  # fmt: skip

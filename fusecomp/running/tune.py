@@ -12,7 +12,7 @@ import torch
 from fusecomp.errors import FusecompError
 from fusecomp.ir.region import AttentionRegion
 from fusecomp.planning.device import current
-from fusecomp.planning.plan import Row, coarse, plan, rows, share_of_registers
+from fusecomp.planning.plan import coarse, plan, rows, scheduled
 from fusecomp.planning.tile import TilePlan
 from fusecomp.running import cache
 
@@ -20,8 +20,7 @@ log = logging.getLogger(__name__)
 
 SECONDS = 2.0
 """Time on the device that one kernel may be measured for, compiling not counted."""
-TILE = ("block_m", "block_n", "warps", "stages", "pack", "loads")
-KNOWN = (*TILE, "consumers")
+KNOWN = ("block_m", "block_n", "warps", "stages", "pack", "loads", "resident", "consumers")
 
 
 def best_plans(
@@ -30,16 +29,9 @@ def best_plans(
     """The planner's `count` best tiles that fit, the best first."""
     first = plan(region, sizes, describable=describable)
     ranked = [r for r in rows(region, dict(coarse(sizes)), describable=describable) if "needs" not in r.reason]
-    others = [_with(first, r) for r in ranked]
+    others = [replace(scheduled(first, r.tile, current()), cost=r.cost) for r in ranked]
     seen = {_tile(p): p for p in [first, *others]}
     return list(seen.values())[:count]
-
-
-def _with(first: TilePlan, row: Row) -> TilePlan:
-    """The plan with another tile; programs that share keys still all run at once."""
-    made = replace(first, **{f: getattr(row.tile, f) for f in TILE}, cost=row.cost)
-    held = share_of_registers(current(), made.resident * made.warps) if made.skeleton == "decode" else 0
-    return replace(made, registers=held)
 
 
 def _tile(p: TilePlan) -> tuple[Any, ...]:
@@ -98,4 +90,3 @@ def _timed(launch: Callable[[], object]) -> float:
     end.record()
     end.synchronize()
     return float(start.elapsed_time(end))
-

@@ -1,0 +1,132 @@
+"""What one launch of decoding costs: few queries, many keys, which are split over programs and combined.
+
+Flash-Decoding (Dao, Haziza, Massa and Sizov, 2023): one query has no rows to fill a device with, so its keys do. The
+time is that of the memory where enough bytes are on their way at once; else it is how long a tile takes to come, times
+how many come one after another. The shares are those that codegen/schedule.py makes.
+"""
+
+from __future__ import annotations
+
+import sympy
+
+from fusecomp.planning.equations import Equation, Model
+from fusecomp.planning.rates import mma_share
+from fusecomp.planning.resources import SMEM_RESERVED, accumulator, kv_tile, smem, vectors
+from fusecomp.planning.symbols import *
+
+DECODE_FITTED = {
+    "BEGIN": 2.73e-06,  # s: a launch, and a program's way to its first loads
+    "LOOK": 6.75e-07,  # s: a load that what follows waits for, from L2: a length, the number of a page, a share
+    "ARRIVE": 3.04e-07,  # s: a tile of K and V from device memory, with nothing else on its way
+    "STEP": 1.19e-07,  # s: a tile's products and softmax, each of which waits for the one before
+    "CROSS": 3.25e-07,  # s: more of it for each doubling of the warps that share its rows
+    "KNEE": 3.75,  # how sharply memory goes from waited for to saturated: 1 sums the two, if large the longer counts
+    "SPILL": 3.09,  # times that a spilled register is stored and loaded in a tile
+    "STREAM": 1.09,  # of HBM_RATE, of a launch that only reads
+    "COMBINE": 1.55e-06,  # s: the launch that combines shares, made ready meanwhile
+}
+"""Fitted on one half of the decoding workloads in `examples/bench/records/tiles_h200.json`, and judged on the other."""
+
+DECODE_REGISTERS = {
+    "DECODE_BASE": 20.0,  # of a thread, whatever its tile
+    "DECODE_SUM": 2.5,  # a float32 sum
+    "DECODE_VECTOR": 4.8,  # for each 16 bytes of K and V that it loads, which it holds while they go through a product
+}
+"""Fitted on the kernels of decoding compiled for sm_90."""
+
+BEGIN, LOOK, ARRIVE, STEP, CROSS, KNEE, SPILL, STREAM, COMBINE = symbols(
+    "BEGIN LOOK ARRIVE STEP CROSS KNEE SPILL STREAM COMBINE"
+)
+DECODE_BASE, DECODE_SUM, DECODE_VECTOR = symbols("DECODE_BASE DECODE_SUM DECODE_VECTOR")
+# Programs of a multiprocessor that the keys are split for, registers that they are held to (0: none), requests
+# whose lengths are looked up; whether keys are found through a table
+RESIDENT, CAP, REQUESTS = symbols("RESIDENT CAP REQUESTS")
+paged = Min(1, LOOKED_UP)
+SPLITS, COLUMNS = 16, 64
+"""Shares that `combine` takes at a time, and columns that a program of it makes."""
+
+# Shares: about as many programs as RESIDENT of each multiprocessor, of whole tiles, those of a request equal
+query_tiles = ceiling(M / floor(BLOCK_M / PACK))
+units = HEADS / PACK * query_tiles
+tiles = ceiling(N / BLOCK_N)  # of a unit
+longest = Max(1, ceiling(tiles * units / (RESIDENT * SMS)))
+splits = ceiling(tiles / longest)
+own = ceiling(tiles / splits)  # tiles of a program
+programs = units * splits
+
+# Programs of the busiest multiprocessor: rounds of as many as it holds, then the rest. A program that is held to some
+# registers takes them all.
+# One of three stages looks up where keys lie.
+ahead = Max(1, STAGES - 1 - paged * Max(0, 1 - Max(STAGES - 3, 3 - STAGES)))
+registers = DECODE_BASE + DECODE_SUM * accumulator + DECODE_VECTOR * vectors
+spilled = Max(0, registers - REGS_MAX)
+by_registers = REGS_PER_SM / (8 * ceiling(Max(CAP, Min(TAKEN, REGS_MAX)) / 8) * threads)
+resident = Max(1, floor(Min(SMEM_PER_SM / (SHARED + SMEM_RESERVED), by_registers, THREADS_PER_SM / threads)))
+waves = programs / (SMS * resident)
+most = ceiling(programs / SMS)
+rounds = floor(most / resident)
+rest = most - rounds * resident
+
+# A tile of one program: bytes from device memory, which all programs share; issue slots, which those of one
+# multiprocessor share; and a time in which neither is busy, the way of its loads and the chain of its products
+tile_bytes = BLOCK_N * (K_ROW + V_ROW)
+even = programs / most  # multiprocessors' worth of programs: fewer draw on the memory where they are uneven
+memory = tile_bytes * even / (HBM_RATE * STREAM)
+port = tile_bytes * SMS / L2_RATE
+slots = BLOCK_M * BLOCK_N * (3 + FMA + TEST)
+spill = threads * 8 * SPILL * SPILLED / SMEM_RATE * SMS
+pipe = spill + slots / (FMA_RATE / SMS) + 2 * BLOCK_M * BLOCK_N * (D + DV) / (MMA_RATE * mma_share / SMS)
+served = Max(memory, port, pipe)
+crossing = Max(0, sympy.log(16 * WARPS / BLOCK_M, 2))
+alone = ARRIVE + STEP + CROSS * crossing + paged * LOOK * Max(0, 3 - STAGES) + pipe * 4 / Min(4, WARPS)
+
+
+def turn(customers: object) -> object:
+    """Seconds from a tile to the same program's next, of `customers` at one queue and a delay: at least that of one
+    alone, and of the queue where all wait in it (Denning and Buzen's bounds, 1978); near their meeting it is more."""
+    return ((served * customers) ** KNEE + (served + alone) ** KNEE) ** (1 / KNEE)
+
+
+read_s = own * (rounds * turn(resident * ahead) + Min(1, rest) * turn(Max(1, rest) * ahead)) / ahead
+stream_s = programs * own * tile_bytes / (HBM_RATE * STREAM)
+
+# `combine`: a program for each row of a unit and 64 columns, which takes 16 shares at a time
+partials = programs * BLOCK_M * 4 * (DV + 2)  # B, written and read in L2
+combine_s = COMBINE + LOOK * ceiling(splits / SPLITS) + 2 * partials / L2_RATE
+begin_s = BEGIN + paged * LOOK * 2 * ceiling(REQUESTS / 32)
+
+groups = Min(resident, most)
+busy = most * SMS / programs
+
+flops = 2 * units * tiles * BLOCK_M * BLOCK_N * (D + DV)
+hbm = HEADS * M * (Q_ROW + O_ROW) + KV_HEADS * REACHED * (K_ROW + V_ROW) + LOAD_UNIQUE
+# Eager writes and reads the M x N scores for the product, each element-wise kernel, the softmax and the second product
+hbm_unfused = hbm + HEADS * M * N * WIDTH * (4 + 2 * PASSES)
+
+ALLOCATION: dict[str, Equation] = {
+    "smem": (smem, "B of shared memory, one program"),
+    "registers": (registers, "32-bit registers, one thread"),
+    "spilled": (spilled, "32-bit registers, one thread, kept in memory instead"),
+}
+WORK: dict[str, Equation] = {
+    "resident": (resident, "programs on one multiprocessor"),
+    "splits": (splits, "parts of the keys"),
+    "programs": (programs, "programs"),
+    "waves": (waves, "programs over slots"),
+    "flops": (flops, "FLOP"),
+    "hbm": (hbm, "B of device memory"),
+    "hbm_unfused": (hbm_unfused, "B of device memory, eager"),
+    "mma_s": (flops / (MMA_RATE * mma_share), "s of the tensor cores"),
+    "element_s": (programs * own * pipe / SMS, "s of the issue slots"),
+    "smem_s": (programs * own * 2 * kv_tile / SMEM_RATE, "s of the shared-memory ports"),
+    "moving_s": (stream_s, "s of device memory at its best"),
+    "working_s": (programs * own * pipe / SMS, "s of the multiprocessors' pipes"),
+    "read_s": (read_s, "s in which the busiest multiprocessor reads its tiles"),
+    "delay_s": (Max(0, read_s - stream_s) / busy * groups, "s that one program waits for no pipe"),
+    "launch_s": (begin_s + combine_s, "s of launches, and of the combination"),
+    "groups": (groups, "programs at once on one multiprocessor"),
+    "busy": (busy, "work of the busiest multiprocessor over an even share"),
+    "latency_s": (begin_s + combine_s + Max(0, read_s - stream_s), "s of starts, late loads and the combination"),
+    "seconds": (begin_s + read_s + combine_s, "s in all"),
+}
+DECODE = Model(ALLOCATION, WORK)
