@@ -87,6 +87,33 @@ HEADS: Stage = {
     "stacked": lambda x, n: torch.stack([x[:, ::n]] * n, 2).flatten(1, 2),
     "by index": lambda x, n: x[:, torch.arange(x.shape[1]) // n],
 }
+SUMS: Stage = {
+    "logsumexp": lambda s: s.logsumexp(-1),
+    "kept": lambda s: s.logsumexp(3, keepdim=True),
+    "turned": lambda s: s.logsumexp(-1).transpose(1, 2),
+    "above the maximum": lambda s: s.amax(-1) + shifted(s).sum(-1).log(),
+    "of log_softmax": lambda s: (s - s.log_softmax(-1))[..., 0],
+    "in float32": lambda s: s.float().logsumexp(-1).square(),
+}
+"""The log-sum-exp of the scores, which the program uses too."""
+OTHER_SUMS: Stage = {
+    "over queries": lambda s: s.logsumexp(-2),
+    "over heads": lambda s: s.logsumexp(1),
+    "over batches": lambda s: s.logsumexp(0),
+    "over all": lambda s: s.flatten(2).logsumexp(-1),
+    "transposed": lambda s: s.mT.logsumexp(-1),
+    "doubled": lambda s: (2 * s).logsumexp(-1),
+    "but for one": lambda s: s[..., 1:].logsumexp(-1),
+    "of other heads": lambda s: s.flip(1).logsumexp(-1),
+    "of other queries": lambda s: s.roll(1, 2).logsumexp(-1),
+    "and one more": lambda s: F.pad(s, (0, 1)).logsumexp(-1),
+    "above another maximum": lambda s: s.amax((-2, -1))[..., None] + shifted(s).sum(-1).log(),
+    "to base 2": lambda s: s.exp2().sum(-1).log2(),
+    "maximum": lambda s: s.amax(-1),
+    "sum": lambda s: s.exp().sum(-1),
+    "mean": lambda s: s.mean(-1) + s.exp().mean(-1).log(),
+}
+"""What is not."""
 FILLS = (-INF, -1e30, -1e9, -1e4)
 
 
@@ -135,6 +162,8 @@ class Program:
     fill: float = -INF
     deferred: bool = False
     twin: str = ""
+    beside: str = ""
+    """What of the scores is returned beside O."""
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, x: Tensor) -> Tensor:
         k, v = (HEADS[self.heads](t, 2) for t in (k, v))
@@ -146,6 +175,13 @@ class Program:
         s = change(s) if change and stage == "scores" else s
         if self.mask is not None:
             s = MASKINGS[self.masking](s, self.mask(i, j, x).expand(s.shape[-2:]), self.fill)
+        out = self.attended(s, v, stage, change)
+        if not self.beside:
+            return out
+        beside = {**SUMS, **OTHER_SUMS}[self.beside](s)
+        return torch.cat([out.flatten(), beside.flatten().to(out.dtype)])
+
+    def attended(self, s: Tensor, v: Tensor, stage: str, change: Callable[[Tensor], Tensor] | None) -> Tensor:
         if self.deferred:
             e = shifted(s)
             return VALUES["matmul"](e, v) / e.sum(-1, keepdim=True)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from random_programs import Program, programs
+from random_programs import OTHER_SUMS, SUMS, Program, programs
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
@@ -18,6 +18,7 @@ SIZES = st.tuples(st.integers(1, 2), st.sampled_from([2, 4]), *[st.integers(1, 7
 SQUARE = st.tuples(st.just(4), st.just(4), st.just(4), st.just(4), st.just(4))
 """Every axis of one length: a wrong one passes unseen."""
 QUICK = settings(max_examples=70, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+FEW = settings(QUICK, max_examples=25)
 DEEP = settings(max_examples=7000, deadline=None, suppress_health_check=list(HealthCheck))
 ERROR = {torch.float32: 32 * 2.0**-23, torch.bfloat16: 2 * 2.0**-7, torch.float16: 4 * 2.0**-10}
 
@@ -76,6 +77,37 @@ def test_twins(program: Program, sizes: tuple[int, ...]) -> None:
 def test_spellings_are_fused(program: Program, sizes: tuple[int, ...]) -> None:
     """Where a mask may leave a row no key, or is empty, a program may be declined; without one it is not."""
     assert check(replace(program, mask=None), sizes) == 1
+
+
+BESIDE = st.sampled_from([*SUMS, *OTHER_SUMS])
+
+
+@FEW
+@given(programs(), BESIDE, st.one_of(SQUARE, SIZES))
+def test_sums_beside(program: Program, beside: str, sizes: tuple[int, ...]) -> None:
+    check(replace(program, beside=beside), sizes)
+
+
+@FEW
+@given(programs(), st.sampled_from(list(SUMS)), st.just((2, 4, 5, 7, 8)))
+def test_log_sums_are_results(program: Program, beside: str, sizes: tuple[int, ...]) -> None:
+    """Of softmaxes without a sink, of the same scores to the last bit, over the axes that the product has."""
+    softmax = "softmax" if program.softmax in ("sink", "two sinks", "one more", "base 2") else program.softmax
+    value = "matmul" if program.value == "bmm" else program.value
+    assert check(replace(program, mask=None, softmax=softmax, value=value, beside=beside), sizes) == 1
+
+
+@FEW
+@given(programs(), st.sampled_from(list(OTHER_SUMS)), st.just((2, 4, 5, 7, 8)))
+def test_other_sums_are_not(program: Program, beside: str, sizes: tuple[int, ...]) -> None:
+    assert check(replace(program, mask=None, beside=beside, deferred=False), sizes) == 0
+
+
+@pytest.mark.slow
+@DEEP
+@given(programs(), BESIDE, st.one_of(SQUARE, SIZES))
+def test_many_sums_beside(program: Program, beside: str, sizes: tuple[int, ...]) -> None:
+    check(replace(program, beside=beside), sizes)
 
 
 @pytest.mark.slow
