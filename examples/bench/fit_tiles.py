@@ -1,10 +1,10 @@
 """The constants of the cost model, fitted on one half of the workloads of a record and judged on the other.
 
-    python examples/bench/fit_tiles.py [RECORD.json] [--fit forward,decode,backward] [--rounds 60]
+    python examples/bench/fit_tiles.py [RECORD.json] [--fit forward,decode,backward] [--rounds 60] [--table]
 
 Without --fit the constants are judged as they are: by the time of the tile that the equations like best over the best
 time (regret), by Spearman's correlation of predicted with measured times, and by how far predictions are off; in that
-order of weight.
+order of weight. --table prints the planner's picks beside fixed tiles and FlexAttention, in markdown.
 """
 
 from __future__ import annotations
@@ -15,11 +15,12 @@ import json
 import math
 import random
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from launches import GRADIENTS
+from launches import COLUMNS, GRADIENTS
 from workloads import CASES, Case
 
 from fusecomp.planning import backward, device
@@ -28,6 +29,7 @@ from fusecomp.planning.cost import FITTED, FORWARD
 from fusecomp.planning.cost_backward import BACKWARD, BACKWARD_FITTED
 from fusecomp.planning.cost_decode import DECODE, DECODE_FITTED
 from fusecomp.planning.equations import Model, Page
+from fusecomp.planning.plan import plan
 from fusecomp.planning.tile import Tile
 
 RECORD = Path(__file__).parent / "records" / "tiles_h200.json"
@@ -154,9 +156,9 @@ def sets(record: Mapping[str, Any]) -> dict[str, Set]:
 
 def inputs(case: Case, tiles: Sequence[Tile]) -> list[dict[str, float]]:
     """What the equations take for each tile."""
-    if case.kind in GRADIENTS:
-        return [backward.inputs(case.region, case.sizes, H200, KERNELS[case.kind], t) for t in tiles]
     launch = Launch(case.region, case.sizes, H200, case.kind == "decode")
+    if case.kind in GRADIENTS:
+        return [backward.inputs(launch, KERNELS[case.kind], t) for t in tiles]
     return [launch.inputs(t) for t in tiles]
 
 
@@ -202,13 +204,68 @@ def told(s: Set, constants: Mapping[str, float]) -> None:
               f"rank correlation median {np.median(correlation):.2f}, least {correlation.min():.2f}")  # fmt: skip
 
 
+def table(record: Mapping[str, Any]) -> str:
+    """Milliseconds of the planner's pick, the best tile, two fixed ones, and FlexAttention's defaults."""
+    times = {Case(**row["case"]): {tuple(t[:-1]): t[-1] for t in row["tiles"] if t[7] is not None}
+             for row in record["workloads"]}  # fmt: skip
+    head = "| workload | the plan's tile | plan | best tile | 128 x 64 | 64 x 64 | FlexAttention |"
+    lines = [head, "|---" * 7 + "|"]
+    for row in record["flex"]:
+        case = Case(**row["case"])
+        both = [replace(case, kind=kind) for kind in GRADIENTS] if case.kind in GRADIENTS else [case]
+        ways = [(planned(c), *(_fixed(times[c], m) for m in (128, 64))) for c in both]
+        taken = " and ".join(f"{p[0]} x {p[1]}, {p[2]} warps, {p[3]} stages" for p, *_ in ways)
+        found = [sum(times[c].get(way[i], math.nan) for c, way in zip(both, ways, strict=True)) for i in range(3)]
+        best = sum(min(times[c].values()) for c in both)
+        shown = [found[0], best, *found[1:], row["us"] or math.nan]
+        cells = ["" if math.isnan(us) else f"{us / 1e3:.3f}" for us in shown]
+        lines.append(f"| {label(case)} | {taken} | **{cells[0]}** | {' | '.join(cells[1:])} |")
+    return "\n".join(lines)
+
+
+def label(case: Case) -> str:
+    """ "backward, causal, D128, B4 H16 N4096"."""
+    said = {
+        "backward": case.kind in GRADIENTS,
+        "causal": case.causal,
+        f"window {case.window}": case.window,
+        "soft cap": case.softcap,
+        "ALiBi": case.alibi,
+        case.dtype: case.dtype != "bf16",
+        f"D{case.d}": True,
+        f"{case.kv_heads} KV heads": case.kv_heads,
+        f"B{case.batch} H{case.heads} N{case.n}": True,
+    }
+    return ", ".join(word for word, true in said.items() if true)
+
+
+def planned(case: Case) -> tuple[Any, ...]:
+    """The tile that the planner takes, as a record has it."""
+    if case.kind in GRADIENTS:
+        made = getattr(backward.backward_plan(case.region, H200, case.sizes), case.kind)
+    else:
+        made = plan(case.region, case.sizes, H200)
+    return tuple(getattr(made, name) for name in COLUMNS)
+
+
+def _fixed(times: Mapping[tuple[Any, ...], float], block_m: int) -> tuple[Any, ...]:
+    """block_m x 64 in three stages through pointers, with four warps or eight, whichever is faster here."""
+    ways = [t for t in times if t[:2] == (block_m, 64) and t[3] == 3 and t[5] == "pointer"]
+    return min(ways, key=lambda t: times[t], default=())
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("record", nargs="?", default=RECORD)
     parser.add_argument("--fit", default="")
     parser.add_argument("--rounds", type=int, default=60)
+    parser.add_argument("--table", action="store_true")
     chosen = parser.parse_args()
-    for name, s in sets(json.loads(Path(chosen.record).read_text())).items():
+    record = json.loads(Path(chosen.record).read_text())
+    if chosen.table:
+        print(table(record))
+        return
+    for name, s in sets(record).items():
         constants = MODELS[name][1]
         if name in chosen.fit.split(","):
             constants = search(s, constants, chosen.rounds)

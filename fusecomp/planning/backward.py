@@ -80,7 +80,8 @@ def costed(
     region: AttentionRegion, sizes: Mapping[str, int], device: Device, kernel: str
 ) -> list[tuple[Tile, dict[str, float]]]:
     """Every candidate, with every quantity of `cost_backward`."""
-    return [(t, BACKWARD.evaluate(inputs(region, sizes, device, kernel, t))) for t in tiles(region, kernel, device)]
+    launch = Launch(region, sizes, device, decode=False)
+    return [(t, BACKWARD.evaluate(inputs(launch, kernel, t))) for t in tiles(region, kernel, device)]
 
 
 def _known(region: AttentionRegion) -> dict[str, Tile]:
@@ -122,15 +123,13 @@ def tiles(region: AttentionRegion, kernel: str, device: Device) -> Iterator[Tile
             yield tile
 
 
-def inputs(
-    region: AttentionRegion, sizes: Mapping[str, int], device: Device, kernel: str, tile: Tile
-) -> dict[str, float]:
+def inputs(launch: Launch, kernel: str, tile: Tile) -> dict[str, float]:
     """What the equations of `cost_backward` take for one tile of "query_gradient" or "key_gradients"."""
-    launch, of_keys = Launch(region, sizes, device, decode=False), kernel == "key_gradients"
+    at, of_keys = launch.at, kernel == "key_gradients"
     fixed, moving = (tile.block_n, tile.block_m) if of_keys else (tile.block_m, tile.block_n)
-    seen, group = launch.visits(tile.block_m, tile.block_n), launch.at.heads // launch.at.kv_heads
+    seen = launch.visits(tile.block_m, tile.block_n)
     # a tile of keys is seen by as many queries as a query sees keys, in each head of its group
-    longest = -(-seen.longest * tile.block_n // tile.block_m) * group if of_keys else seen.longest
+    longest = -(-seen.longest * tile.block_n // tile.block_m) * (at.heads // at.kv_heads) if of_keys else seen.longest
     return {
         **launch.inputs(replace(tile, block_m=fixed, block_n=moving, pack=1)),
         **BACKWARD_REGISTERS,
@@ -138,12 +137,12 @@ def inputs(
         "KEYS": int(of_keys),
         "FIXED": fixed,
         "MOVING": moving,
-        "FIXED_HEADS": launch.at.kv_heads if of_keys else launch.at.heads,
-        "FIXED_ROWS": launch.at.n if of_keys else launch.at.m,
+        "FIXED_HEADS": at.kv_heads if of_keys else at.heads,
+        "FIXED_ROWS": at.n if of_keys else at.m,
         "TILES": seen.visited,
         "TESTED": seen.tested,
         "LONGEST": longest,
-        "smem": smem(kernel, tile, launch.known, device),
+        "smem": smem(kernel, tile, launch.known, launch.device),
     }
 
 

@@ -11,14 +11,14 @@ Symbols as in `resources`; dS takes the place of P.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
 
-import sympy
 from sympy import Piecewise
 
 from fusecomp.planning.device import Device
+from fusecomp.planning.equations import Page
 from fusecomp.planning.facts import Facts
 from fusecomp.planning.resources import TENSOR_COLUMNS, columns, drawn_bytes, instruction, triton_release
 from fusecomp.planning.symbols import *
@@ -123,7 +123,7 @@ def smem(kernel: str, tile: Tile, known: Facts, device: Device) -> int:
     values = _values(kernel, tile, known, device)
     unit = instruction(known, device, int(values["FIXED"]), tile.warps)
     page = _page(kernel, unit)
-    return int(page(values))
+    return int(page(values)["smem"])
 
 
 def fits(kernel: str, tile: Tile, known: Facts, device: Device) -> bool:
@@ -144,25 +144,14 @@ def in_tensor_memory(kernel: str, tile: Tile, known: Facts, device: Device) -> b
     return columns(rows, sums, moving, products, operands, known.width) <= TENSOR_COLUMNS
 
 
-class _Page:
-    """One equation, compiled."""
-
-    def __init__(self, equation: Any) -> None:
-        self.symbols = sorted(equation.free_symbols, key=str)
-        self._run = sympy.lambdify(self.symbols, equation, modules="math", cse=True)
-
-    def __call__(self, values: Mapping[str, float]) -> float:
-        return float(self._run(*(values[str(s)] for s in self.symbols)))
-
-
 @lru_cache(maxsize=8)
-def _page(kernel: str, unit: str) -> _Page:
+def _page(kernel: str, unit: str) -> Page:
     of_queries = kernel == "query_gradient"
     plain, piped = (QUERIES if of_queries else KEYS)[unit]
     rows = ceiling(statistics / 1024) * 1024 if unit == "wgmma" else statistics  # a tile that wgmma reads may follow
     ahead = rows_ahead if of_queries else columns_ahead + rows
     moving = Piecewise((plain, STAGES < 2), (piped + ahead, True))
-    return _Page(fixed + moving + 1024 * int(unit == "tcgen05"))
+    return Page({"smem": (fixed + moving + 1024 * int(unit == "tcgen05"), "B")})
 
 
 def _values(kernel: str, tile: Tile, known: Facts, device: Device) -> dict[str, float]:
