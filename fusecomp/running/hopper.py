@@ -52,7 +52,7 @@ def pays(region: AttentionRegion, sizes: Mapping[str, int], device: Device) -> b
     tiles = plan(region, sizes, device)
     if tiles.skeleton != "prefill" or tiles.visits != "bounds" or tiles.cost is None:
         return False
-    visited, _ = visits(region, sizes, hopper.ROWS, hopper.KEYS)
+    visited = visits(region, sizes, hopper.ROWS, hopper.KEYS).visited
     many = visited >= LEAST_TILES * -(-lengths(region, sizes).m // hopper.ROWS)
     return many and tiles.cost.seconds >= LEAST_SECONDS
 
