@@ -19,10 +19,9 @@ from rich.text import Text
 
 from fusecomp.equations import Equations
 from fusecomp.errors import OptionError
-from fusecomp.planning.candidate import Launch
 from fusecomp.planning.device import Device, current, find
 from fusecomp.planning.plan import DECODE_KEYS, DECODE_ROWS, rows
-from fusecomp.planning.ranking import Line, Ranking, rank, rank_backward
+from fusecomp.planning.ranking import Line, Ranking, rank, rank_backward, worked_out
 from fusecomp.planning.textbook import CacheUse, KVCache, Traffic
 from fusecomp.planning.units import element, held, number_of_bytes, number_of_elements, size
 from fusecomp.planning.workload import Workload
@@ -74,7 +73,7 @@ def tiles(
     allowed = on.smem_bytes if budget is None else min(number_of_bytes(budget), on.smem_bytes)
     ranked = rows(workload.region, workload.sizes, on, allowed, describable=page_size is None)
     first = rank(workload.region, workload.sizes, on, ranked, allowed)
-    gradients = rank_backward(workload.region, on, allowed) if backward else ()
+    gradients = rank_backward(workload.region, workload.sizes, on, allowed) if backward else ()
     notes = []
     if decode and n < DECODE_KEYS:
         notes.append(f"With fewer than {DECODE_KEYS} keys they are not split: one program walks all keys of a head.")
@@ -113,14 +112,15 @@ class Tiles:
             "notes": list(self.notes),
         }
 
-    def equations(self) -> Equations:
-        """Every equation behind the taken tile of the first kernel, with its value."""
-        first, w = self.rankings[0], self.workload
-        launch = Launch(w.region, w.sizes, self.device, first.kernel == "decode")
-        known = {**launch.inputs(first.taken.tile), **launch.quantities(first.taken.tile)}
-        t = first.taken.tile
-        head = f"{first.kernel}, {t.block_m} x {t.block_n}, {t.warps} warps, {t.stages} stages, on {self.device.name}"
-        return Equations(first.kernel, known, (head, _words(w.sizes)))
+    def equations(self) -> tuple[Equations, ...]:
+        """Every equation behind the taken tile of each kernel whose time is predicted, with its value."""
+        return tuple(map(self._equations, (r for r in self.rankings if r.taken.cost is not None)))
+
+    def _equations(self, ranking: Ranking) -> Equations:
+        t, w = ranking.taken.tile, self.workload
+        head = f"{ranking.kernel}, {t.block_m} x {t.block_n}, {t.warps} warps, {t.stages} stages, on {self.device.name}"
+        known = worked_out(w.region, w.sizes, self.device, ranking)
+        return Equations(ranking.kernel, known, (head, _words(w.sizes)))
 
     def plot(self, path: str | Path) -> None:
         """Draw the Br x Bc map and the roofline into a .png, .svg or .pdf file. Needs matplotlib."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Annotated, Any, Protocol
 
@@ -55,7 +56,8 @@ def tiles(
 ) -> None:
     """Choose Br x Bc, warps and stages for attention of given sizes, and say why not another tile."""
     if n is None and equations:
-        return _say(Equations("decode" if decode else "forward"), as_json)
+        kernels = ["decode"] if decode else ["forward", *(["query gradient"] if backward else [])]
+        return _say_all([Equations(kernel) for kernel in kernels], as_json)
     answer = calculator.tiles(
         _given(n), d, dtype, device, causal=causal, heads=heads, batch=batch, kv_heads=kv_heads, dv=dv, m=m,
         window=window, softcap=softcap, bias=bias, budget=budget, page_size=page_size, decode=decode, backward=backward,
@@ -64,7 +66,7 @@ def tiles(
         answer.plot(plot)
         answer = replace(answer, notes=(*answer.notes, f"Drawn into {plot}."))
     if equations:
-        return _say(answer.equations(), as_json)
+        return _say_all(answer.equations(), as_json)
     return _say(replace(answer, rows=None) if every else answer, as_json)
 
 
@@ -102,6 +104,14 @@ def _given(n: int | None) -> int:
     if n is None:
         raise OptionError("give the number of keys: --n 4096")
     return n
+
+
+def _say_all(answers: Sequence[Equations], as_json: bool) -> None:
+    """One after the other; as JSON by kernel."""
+    if as_json:
+        print(json.dumps({x.kernel.replace(" ", "_"): x.to_dict() for x in answers}, indent=2, allow_nan=False))
+    for answer in () if as_json else answers:
+        _say(answer, as_json)
 
 
 def _say(answer: Answer, as_json: bool) -> None:

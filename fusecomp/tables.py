@@ -74,6 +74,8 @@ def _columns(shown: Sequence[Line], narrow: bool) -> Iterator[tuple[str, bool, C
     yield "Br x Bc", False, lambda x: f"{x.tile.block_m} x {x.tile.block_n}"
     yield "warps", False, lambda x: str(x.tile.warps)
     yield "stages", False, lambda x: str(x.tile.stages)
+    if any(x.tile.resident for x in shown):
+        yield "per SM", False, lambda x: str(x.tile.resident)
     if len({x.tile.loads for x in shown}) > 1:
         yield "K, V by", True, lambda x: LOADS[x.tile.loads]
     yield "SRAM", False, lambda x: held(x.smem_bytes)

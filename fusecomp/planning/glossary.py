@@ -59,6 +59,7 @@ GLOSSARY: dict[str, tuple[str, str, str]] = {
     "HBM_RATE": ("device memory", "B/s", DEVICE),
     "L2": ("size of L2", "B", DEVICE),
     "LAUNCH": ("from one kernel to the next", "s", DEVICE),
+    "SHARED": ("shared memory of one program, by `backward_resources`", "B", COMPILER),
     "WGMMA": ("whether products read shared memory themselves: wgmma, tcgen05", "0 or 1", COMPILER),
     "TCGEN05": ("whether tcgen05 makes the products", "0 or 1", COMPILER),
     "MMA_SYNC": ("whether mma.sync makes the products", "0 or 1", COMPILER),

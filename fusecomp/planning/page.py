@@ -18,7 +18,8 @@ from fusecomp.planning.glossary import GLOSSARY
 from fusecomp.planning.written import Equation, Page, Symbol, read
 
 PACKAGE = "fusecomp.planning"
-ROOTS = {"forward": "cost", "decode": "cost_decode", "backward": "cost_backward"}
+ROOTS = {"forward": "cost", "decode": "cost_decode", "query gradient": "cost_backward"}
+ROOTS["key gradients"] = ROOTS["query gradient"]
 """Kernel -> the module that holds its last page; those before it are the pages that it imports."""
 
 
@@ -38,7 +39,8 @@ def symbols(kernel: str, known: Mapping[str, float] | None = None) -> list[Symbo
     fitted = {s.name: s for p in shown for s in p.fitted}
     told = {**{name: Symbol(name, *row) for name, row in GLOSSARY.items()}, **fitted}
     used = _used(kernel)
-    found = [told[name] for name in [*GLOSSARY, *fitted] if name in used]
+    worked_out = {e.name for p in shown for e in p.equations}
+    found = [told[name] for name in [*GLOSSARY, *fitted] if name in used and used[name] not in worked_out]
     return [replace(s, value=(known or {}).get(used[s.name], s.value)) for s in found]
 
 
@@ -79,7 +81,7 @@ def _wanted(modules: list[ModuleType]) -> dict[ModuleType, set[str]]:
         module, name = ahead.pop()
         if name not in wanted[module]:
             wanted[module].add(name)
-            ahead += _mentioned(named[module][name], module, named)
+            ahead += _mentioned(named[module][name], module, modules[-1], named)
     return wanted
 
 
@@ -90,16 +92,22 @@ def _is_table(value: Any) -> bool:
 
 
 def _mentioned(
-    equation: Equation, module: ModuleType, named: Mapping[ModuleType, Mapping[str, Equation]]
+    equation: Equation, module: ModuleType, root: ModuleType, named: Mapping[ModuleType, Mapping[str, Equation]]
 ) -> Iterator[tuple[ModuleType, str]]:
-    """The equations that one is written in: by name, or by the symbol of their result."""
+    """The equations that one is written in: by name, or by the symbol of their result, as the root has it."""
     for word in re.findall(r"[A-Za-z_]\w*", equation.text):
         value = getattr(module, word, None)
-        result = isinstance(value, sympy.Symbol)
-        name = str(value) if result else word
-        homes = [m for m in named if name in named[m] and (result or getattr(m, name, None) is value)]
-        if isinstance(value, sympy.Basic) and homes:
-            yield (homes[-1] if result else module if module in homes else homes[0]), name
+        if isinstance(value, sympy.Symbol):
+            name, value = str(value), getattr(root, str(value), None)
+            homes = [root] if name in named[root] else [m for m in named if name in named[m] and _holds(m, name, value)]
+        else:
+            name, homes = word, [m for m in (module, *named) if word in named[m] and _holds(m, word, value)]
+        if homes:
+            yield homes[0], name
+
+
+def _holds(module: ModuleType, name: str, value: Any) -> bool:
+    return value is not None and getattr(module, name, None) is value
 
 
 def _modules(kernel: str) -> list[ModuleType]:

@@ -63,7 +63,7 @@ def plan(
     ranked = _ranked(region, coarse(sizes), device, _allowed(device, budget), describable)
     tile, kind = ranked[0].tile, ranked[0].skeleton
     launch = Launch(region, sizes, device, kind == "decode")
-    cost = _cost(launch.quantities(tile))
+    cost = cost_of(launch.quantities(tile))
     made = TilePlan(
         skeleton=kind,
         block_m=tile.block_m,
@@ -162,7 +162,7 @@ def _ranked(
     """All candidates, the chosen one first."""
     kind = skeleton(region, dict(sizes))
     launch = Launch(region, dict(sizes), device, kind == "decode")
-    costed = [(tile, _cost(launch.quantities(tile))) for tile in candidates(launch, describable)]
+    costed = [(tile, cost_of(launch.quantities(tile))) for tile in candidates(launch, describable)]
     refused = {tile: _too_large(cost, budget, device) for tile, cost in costed}
     fits = [tc for tc in costed if not refused[tc[0]]] or [_last_resort(costed, budget)]
     fits = _by_merit(fits)
@@ -223,7 +223,8 @@ def seconds(t: float) -> str:
     return f"{t * 1e6:.4g} us" if t < 1e-3 else f"{t * 1e3:.4g} ms"
 
 
-def _cost(q: Mapping[str, float]) -> Cost:
+def cost_of(q: Mapping[str, float]) -> Cost:
+    """The cost in the quantities of one tile."""
     return Cost(
         flops=float(q["flops"]),
         hbm_bytes=float(q["hbm"]),

@@ -7,19 +7,20 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from fusecomp.ir.region import AttentionRegion
-from fusecomp.planning.backward import backward_plan
+from fusecomp.planning.backward import KERNELS, backward_plan, costed, inputs, predicted
 from fusecomp.planning.backward_resources import smem
 from fusecomp.planning.candidate import Launch
+from fusecomp.planning.cost_backward import BACKWARD
 from fusecomp.planning.device import Device
-from fusecomp.planning.facts import Facts, facts
-from fusecomp.planning.plan import TIE, Row, rows
+from fusecomp.planning.facts import facts
+from fusecomp.planning.plan import TIE, Row, cost_of, rows
 from fusecomp.planning.tile import Cost, Tile, TilePlan
 from fusecomp.planning.units import held
 
 Quantities = Callable[[Tile], Mapping[str, float]]
 PIPES = {"mma_s": "products", "element_s": "exp, FMA", "smem_s": "shared memory"}
-WAITS = "waits"
-"""What a slower tile may have more of, in a word or two."""
+WAITS, SEEN = "waits", 1 / 3
+"""What a slower tile may have more of, in a word or two, and the part of the time from which on a pipe is seen."""
 
 
 @dataclass(frozen=True)
@@ -109,19 +110,40 @@ def asked(plan: TilePlan) -> int:
     return plan.resident if plan.skeleton == "decode" else 0
 
 
-def rank_backward(region: AttentionRegion, device: Device, budget: int) -> tuple[Ranking, Ranking]:
+def rank_backward(
+    region: AttentionRegion, sizes: Mapping[str, int], device: Device, budget: int
+) -> tuple[Ranking, Ranking]:
     """The tiles of the query gradient's kernel and of the key gradients', within `budget` B of shared memory.
 
-    They are sizes that are known to be good, made smaller until they fit: one line each, with no time."""
+    Where no equations know the kernels, sizes that are known to be good: one line each, with no time."""
     within = replace(device, smem_bytes=budget)
-    plan, known = backward_plan(region, within), facts(region)
-    return _chosen(plan.queries, known, within), _chosen(plan.keys, known, within)
+    plan = backward_plan(region, within, sizes)
+    return _gradient(plan.queries, region, sizes, within), _gradient(plan.keys, region, sizes, within)
 
 
-def _chosen(plan: TilePlan, known: Facts, device: Device) -> Ranking:
-    tile = Tile(plan.block_m, plan.block_n, plan.warps, plan.stages, plan.pack, plan.loads)
-    held = smem(plan.skeleton, tile, known, device)
-    return Ranking(plan.skeleton.replace("_", " "), (Line(tile, None, held, True, True, "taken: known to be good"),))
+def worked_out(
+    region: AttentionRegion, sizes: Mapping[str, int], device: Device, ranking: Ranking
+) -> dict[str, float]:
+    """A number for each symbol and each result of the equations behind a ranking's taken tile."""
+    tile, kernel = ranking.taken.tile, ranking.kernel.replace(" ", "_")
+    launch = Launch(region, sizes, device, kernel == "decode")
+    if kernel in KERNELS:
+        given = inputs(launch, kernel, tile)
+        return {**given, **BACKWARD.evaluate(given)}
+    return {**launch.inputs(tile), **launch.quantities(tile)}
+
+
+def _gradient(plan: TilePlan, region: AttentionRegion, sizes: Mapping[str, int], device: Device) -> Ranking:
+    name, known = plan.skeleton.replace("_", " "), facts(region)
+    own = Tile(plan.block_m, plan.block_n, plan.warps, plan.stages)
+    costs = dict(costed(region, sizes, device, plan.skeleton)) if predicted(region) else {}
+    if own not in costs:
+        held = smem(plan.skeleton, own, known, device)
+        return Ranking(name, (Line(own, None, held, True, True, "taken: known to be good"),))
+    ranked = [own, *sorted(costs.keys() - {own}, key=lambda t: costs[t]["seconds"])]
+    full = {t: {**costs[t], "smem": smem(plan.skeleton, t, known, device)} for t in ranked}
+    rows = [Row(t, plan.skeleton, cost_of(full[t]), "") for t in ranked]
+    return explained(name, rows, full.__getitem__, device, device.smem_bytes, "not at rounded lengths")
 
 
 def _too_large(cost: Cost, device: Device, budget: int) -> str:
@@ -140,9 +162,11 @@ def _slower(q: Mapping[str, float], best: Mapping[str, float], but: str) -> str:
 
 
 def _blame(q: Mapping[str, float], best: Mapping[str, float]) -> str:
+    """What there is most more of, among what takes a good part of the time; if that says little, how work overlaps."""
     ours, theirs = _busy(q), _busy(best)
-    name = max(ours, key=lambda k: ours[k] - theirs[k])
-    if ours[name] <= theirs[name]:
+    more = {k: ours[k] - theirs[k] for k in ours if k in (WAITS, "starts") or ours[k] > SEEN * q["seconds"]}
+    name = max(more, key=more.__getitem__)
+    if more[name] <= (q["seconds"] - best["seconds"]) / 4:
         return ": more barriers" if q["groups"] >= best["groups"] else ": less overlap"
     if q["busy"] / best["busy"] > 1.02 and ours[name] / q["busy"] <= 1.02 * theirs[name] / best["busy"]:
         return ": uneven last wave"
