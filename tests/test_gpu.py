@@ -8,9 +8,11 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from corpus import learned, score
 from regions import Variant
 from torch import Tensor
 from torch.nn import functional
@@ -275,3 +277,13 @@ def test_dropout_under_cuda_graphs() -> None:
         graph.replay()
         runs.append(out.clone())
     assert not torch.equal(*runs)
+
+
+@pytest.mark.parametrize("case", learned.CASES, ids=lambda c: c.name)
+def test_what_learns(case: Any) -> None:
+    how = ["--option", "inner=aot_eager", "--option", "lowering=triton"]
+    for dtype in case.dtypes:
+        asked = score.parse(["--train", "--device", "cuda", *how])
+        result = score.score(case, str(dtype).removeprefix("torch."), asked)
+        assert result.verdict == "right", (dtype, result.detail)
+        assert result.fused
