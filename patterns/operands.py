@@ -17,7 +17,7 @@ import fusecomp.patterns.reductions
 import fusecomp.patterns.spellings  # noqa: F401  (these register their rules)
 from fusecomp.graph.facts import dtype, op_name, value
 from fusecomp.graph.learning import cut
-from fusecomp.ir.algebra import apply
+from fusecomp.ir.algebra import TRUE, apply
 from fusecomp.ir.expr import Apply, Const, Expr, Load, Size, Var, parts, variables
 from fusecomp.ir.poly import poly
 from fusecomp.ir.ranges import bound_of
@@ -103,16 +103,20 @@ def values(lift: Lift, node: Node, index: Index, column: Var, at: int, keep: tup
     (c ? V : 0)[.., n, ..] = V[.., n, ..]    for every key n that is read, if c only says n < length, as `keep` does
     """
     moves = Moves(lift.facts, constants=lift.constants, at=at, limit=lift.limit, more=ZEROING)
-    match moves.lift(node, index):
-        case Apply("where", (c, Load() as x, Const(0 | 0.0))):
-            live = c
-        case Apply("where", (c, Const(0 | 0.0), Load() as x)):
-            live = apply("not", c)
-        case _:
-            return operand(lift, node, index, column, at)
-    if unread(live, x, keep) and addressable(x, column):
+    live, x = shown(moves.lift(node, index))
+    if live != TRUE and isinstance(x, Load) and unread(live, x, keep) and addressable(x, column):
         return taken(lift, moves, x)
     return operand(lift, node, index, column, at)
+
+
+def shown(e: Expr) -> tuple[Expr, Expr]:
+    """(c, x) of e = c ? x : 0"""
+    match e:
+        case Apply("where", (c, x, Const(0 | 0.0))):
+            return c, x
+        case Apply("where", (c, Const(0 | 0.0), x)):
+            return apply("not", c), x
+    return TRUE, e
 
 
 def unread(c: Expr, x: Load, keep: tuple[Expr, ...]) -> bool:

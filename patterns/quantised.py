@@ -13,10 +13,21 @@ from torch.fx import Node
 
 from fusecomp.graph.facts import dtype, value
 from fusecomp.graph.learning import learns
-from fusecomp.ir.algebra import apply
+from fusecomp.ir.algebra import TRUE, apply
 from fusecomp.ir.expr import Apply, Const, Expr, Load, Var, parts, variables
 from fusecomp.patterns.lift import RULES, Index, Lift
-from fusecomp.patterns.operands import CASTS, WIDER, Moves, addressable, operand, taken, values
+from fusecomp.patterns.operands import (
+    CASTS,
+    WIDER,
+    ZEROING,
+    Moves,
+    addressable,
+    operand,
+    shown,
+    taken,
+    unread,
+    values,
+)
 
 ONE = Const(1.0)
 SCALES = {name: RULES[name] for name in ("mul", "multiply", "div", "true_divide", "divide")}
@@ -36,15 +47,21 @@ class Dequantised(Moves):
     into: str = ""
 
 
-def dequantised(lift: Lift, node: Node, index: Index, column: Var, at: int) -> tuple[Load, Expr] | None:
-    """(x, s) of node[index] = s x; None where nothing is gained, or a gradient would have to flow through."""
+def dequantised(
+    lift: Lift, node: Node, index: Index, column: Var, at: int, keep: tuple[Expr, ...] | None = None
+) -> tuple[Load, Expr] | None:
+    """(x, s) of node[index] = s x; None where nothing is gained, or a gradient would have to flow through. With `keep`,
+    also where the program zeroed what the mask hides."""
     if learns(node):
         return None
     moves = Dequantised(lift.facts, constants=lift.constants, at=at, limit=lift.limit)
     moves.into = dtype(node)
-    moves.more = SCALES | dict.fromkeys(CASTS, moves.rounded)
-    found = factored(moves.lift(node, index), column)
+    moves.more = SCALES | dict.fromkeys(CASTS, moves.rounded) | ({} if keep is None else ZEROING)
+    live, scaled = shown(moves.lift(node, index))
+    found = factored(scaled, column)
     if found is None or not gains(found[0]) or not addressable(found[0], column):
+        return None
+    if live != TRUE and (keep is None or not unread(live, found[0], keep)):
         return None
     x, s = found
     if s != ONE and x.dtype != dtype(node) and dtype(node) not in WIDER.get(x.dtype, ()):
@@ -80,4 +97,4 @@ def scaled_values(
     lift: Lift, node: Node, index: Index, column: Var, at: int, keep: tuple[Expr, ...]
 ) -> tuple[Load, Expr]:
     """V, and the factor of its weight."""
-    return dequantised(lift, node, index, column, at) or (values(lift, node, index, column, at, keep), ONE)
+    return dequantised(lift, node, index, column, at, keep) or (values(lift, node, index, column, at, keep), ONE)

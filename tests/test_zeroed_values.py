@@ -45,10 +45,12 @@ SAME: dict[str, Zero] = {
     "masked_fill": lambda v, key, lengths: v.masked_fill(~live(key, lengths), 0),
     "the other way round": lambda v, key, lengths: torch.where(live(key, lengths).logical_not(), 0.0, v),
     "times": lambda v, key, lengths: v * live(key, lengths),  # a factor of the weights
+    "scaled": lambda v, key, lengths: torch.where(live(key, lengths), v * 0.5, 0.0),
     "then a copy": lambda v, key, lengths: torch.where(live(key, lengths), v, 0.0).contiguous().clone(),
 }
 OTHER: dict[str, Zero] = {
     "another length": lambda v, key, lengths: torch.where(live(key, lengths - 1), v, 0.0),
+    "scaled, another length": lambda v, key, lengths: torch.where(live(key, lengths - 1), v * 0.5, 0.0),
     "another number": lambda v, key, lengths: torch.where(live(key, lengths), v, 1.0),
     "from a key on": lambda v, key, lengths: torch.where((key >= 2)[:, None] & live(key, lengths), v, 0.0),
     "some keys": lambda v, key, lengths: torch.where((key % 2 == 0)[:, None] & live(key, lengths), v, 0.0),
