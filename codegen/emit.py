@@ -28,7 +28,7 @@ from fusecomp.codegen.descriptors import HELPERS, descriptors
 from fusecomp.codegen.document import document, kernel_name, title
 from fusecomp.codegen.frame import Frame
 from fusecomp.codegen.launcher import parameters, prefill_launch, unspecialised, wrapped
-from fusecomp.codegen.logsumexp import combined_lse, require_lse, store_lse
+from fusecomp.codegen.logsumexp import combined_lse, rescued_lse, store_lse
 from fusecomp.codegen.memory import fixed_loads, query_tiles, tile_pointers
 from fusecomp.codegen.philox import IN_TRITON
 from fusecomp.codegen.printer import triton_text
@@ -94,8 +94,6 @@ def emit(region: AttentionRegion, plan: TilePlan, saves_lse: bool = False) -> Ke
 
 def kernels_of(frame: Frame, saves_lse: bool) -> tuple[str, list[str]]:
     """(kernels, launcher) by the skeleton that the plan names."""
-    if saves_lse:
-        require_lse(frame)
     if frame.plan.consumers:
         return hopper_text.hopper(frame, saves_lse)
     kernels, launcher = (decode if frame.plan.skeleton == "decode" else prefill)(frame, saves_lse)
@@ -173,18 +171,18 @@ def decode(frame: Frame, saves_lse: bool = False) -> tuple[str, list[str]]:
             "previous_kernel": overlap(frame, PREVIOUS),
             "part_exponent": parts,
             "row_exponent": rows,
-            "keep": combined_lse(frame) if saves_lse else keep_max(frame),
+            "keep": [*(combined_lse(frame) if saves_lse else []), *keep_max(frame)],
             "store": store_combined(frame),
         },
     )
-    last, last_params = rescue_kernel(frame) if frame.filled else ("", [])
+    last, last_params = rescue_kernel(frame, saves_lse) if frame.filled else ("", [])
     called = {"attention": params, "combine": combine_params, "rescue": last_params}
     helpers = [] if frame.plan.share else [MULTIPROCESSORS]
     texts = [functions, attention, combine, *([last] if last else []), *helpers]
     return "\n\n\n".join(t.rstrip() for t in texts), decode_launch(frame, called, saves_lse)
 
 
-def rescue_kernel(frame: Frame) -> tuple[str, list[str]]:
+def rescue_kernel(frame: Frame, saves_lse: bool) -> tuple[str, list[str]]:
     """(kernel, parameters) of the rows that saw no key in any share."""
     every, shared = Frame(frame.region, frame.plan, every_key=True), common(frame)
     assert frame.filled is not None
@@ -196,7 +194,7 @@ def rescue_kernel(frame: Frame) -> tuple[str, list[str]]:
         "state": state(every),
         "keys": triton_text(frame.kv_idx.size, frame.names),
         "every_tile": visit(every, frame.filled, [], edge=True, pivot=True),
-        "store": store(frame, "unseen"),
+        "store": [*(rescued_lse(frame) if saves_lse else []), *store(frame, "unseen")],
     }
     return finished(frame, RESCUE, "rescue", holes)
 

@@ -11,18 +11,11 @@ from fusecomp.codegen.base2 import Exponent, exponent
 from fusecomp.codegen.frame import Frame, merged
 from fusecomp.codegen.printer import triton_text
 from fusecomp.codegen.program import factor, stored_rows
-from fusecomp.errors import KernelError
 from fusecomp.ir.algebra import substitute
 from fusecomp.ir.expr import Const, Expr, Size
 from fusecomp.ir.region import AttentionRegion
 
 Lines = list[str]
-
-
-def require_lse(frame: Frame) -> None:
-    """Raise KernelError where the kernel does not hold the sum of a row when it ends."""
-    if frame.filled is not None and (frame.plan.skeleton == "decode" or frame.region.lse):
-        raise KernelError("rows that see no key average over all of them: no log-sum-exp describes them exactly")
 
 
 def saved(region: AttentionRegion) -> tuple[int, ...]:
@@ -31,9 +24,9 @@ def saved(region: AttentionRegion) -> tuple[int, ...]:
     return (2,) if region.filled_score is not None or exponent(merged(region.score), moving).natural else ()
 
 
-def natural_max(e: Exponent) -> str:
+def natural_max(e: Exponent, row_max: str = "row_max") -> str:
     """The row maximum in natural units."""
-    return "row_max" if e.natural else "row_max / LOG2E"
+    return row_max if e.natural else f"{row_max} / LOG2E"
 
 
 def store_lse(frame: Frame) -> Lines:
@@ -55,21 +48,35 @@ def store_lse(frame: Frame) -> Lines:
 
 def combined_lse(frame: Frame) -> Lines:
     """The same for the row whose shares a program of `combine` has put together."""
+    lines, most = [f"lse_row = {first_row(frame)} + q_idx"], "tl.max(row_max, axis=0)"
+    total = "tl.sum(row_sum, axis=0)"
+    if saved(frame.region):
+        return [
+            *lines,
+            f"log_sum = tl.log(tl.where({total} == 0.0, 1.0, {total}))",
+            f"tl.store(lse_ptr + 2 * lse_row, {natural_max(frame.exponent, most)})",
+            "tl.store(lse_ptr + 2 * lse_row + 1, log_sum)",
+        ]
+    return [*lines, f"tl.store(lse_ptr + lse_row, ({most} + tl.log2({total})) / LOG2E)"]
+
+
+def rescued_lse(frame: Frame) -> Lines:
+    """The same for the rows that a kernel of their own makes, since they saw no key in any share."""
+    assert frame.filled is not None
+    return [
+        f"lse_rows = {first_row(frame)} + q_start + q_row",
+        f"tl.store(lse_ptr + 2 * lse_rows, ({natural_max(frame.filled)})[:, None], mask=unseen)",
+        "tl.store(lse_ptr + 2 * lse_rows + 1, tl.log(row_sum)[:, None], mask=unseen)",
+    ]
+
+
+def first_row(frame: Frame) -> str:
+    """Where lse holds the queries of one head, from the batch axes."""
     head = ""
     for v in frame.batch:
         head = f"({head}) * {factor(v.size, frame)} + {v.name}" if head else v.name
     head = f"({head}) * PACK + {frame.member.name}" if frame.member else head
-    row = f"({head}) * {factor(frame.q_idx.size, frame)} + q_idx" if head else "q_idx"
-    lines, most = [f"lse_row = {row}"], "tl.max(row_max, axis=0)"
-    total = "tl.sum(row_sum, axis=0)"
-    if frame.exponent.natural:
-        return [
-            *lines,
-            f"log_sum = tl.log(tl.where({total} == 0.0, 1.0, {total}))",
-            f"tl.store(lse_ptr + 2 * lse_row, {most})",
-            "tl.store(lse_ptr + 2 * lse_row + 1, log_sum)",
-        ]
-    return [*lines, f"tl.store(lse_ptr + lse_row, ({most} + tl.log2({total})) / LOG2E)"]
+    return f"({head}) * {factor(frame.q_idx.size, frame)}" if head else "0"
 
 
 def sample_lse(region: AttentionRegion, sizes: dict[str, int]) -> str:

@@ -167,10 +167,7 @@ AFTERWARDS = "use it after the product with V"
 
 
 def with_sums(lift: Lift, match: Match, sums: tuple[LogSum, ...], early: Node | None) -> Match:
-    """The match whose kernel gives the log-sum-exp too. Raises Decline where none describes every row."""
-    if match.region.filled_score is not None:
-        raise Decline(f"the log-sum-exp of a query that sees no key is that of its fill of {match.region.fill:g}",
-                      sums[0].node, "fill with -inf")  # fmt: skip
+    """The match whose kernel gives the log-sum-exp too. Raises Decline where it is read too early."""
     position = lift.facts.position
     lengths = (s[0] if isinstance(s, tuple) else s for s in (*match.sizes.values(), *match.out_shape))
     for node in (*match.inputs, *(n for n in lengths if isinstance(n, Node))):

@@ -9,7 +9,7 @@ import torch
 from agreement import INF, agree, compiled, qkv, reasons
 from golden_kernels import GOLDEN
 from kernels import Interpreter, poisoned, tiles
-from regions import H, M, N, age, attention, causal, dropout, grouped, h, kv_idx, load, q_idx, scaled_score, times
+from regions import MIN, H, M, N, age, attention, causal, dropout, grouped, h, kv_idx, load, q_idx, scaled_score, times
 from test_backward_codegen import SIZES, small
 from test_backward_codegen import qkv as inputs
 from test_codegen import normal
@@ -31,6 +31,7 @@ from fusecomp.running import cpu
 from fusecomp.running.backward import gradients
 
 later = apply("gt", q_idx, kv_idx)  # the first query sees no key
+BIASED = apply("add", scaled_score, load(0, h, q_idx, kv_idx))
 REGIONS: dict[str, AttentionRegion] = {
     "plain": attention(scaled_score),
     "causal": attention(scaled_score, causal),
@@ -39,10 +40,18 @@ REGIONS: dict[str, AttentionRegion] = {
     "grouped": attention(scaled_score, causal, **grouped(3, 1)),
     "soft_cap": attention(times(apply("tanh", apply("div", scaled_score, Const(2.0))), 2.0), causal),
     "sink": attention(scaled_score, causal, loads=[((H,), "float32")], sink=load(0, h)),
-    "bias": attention(apply("add", scaled_score, load(0, h, q_idx, kv_idx)), loads=[((H, M, N), "float32")]),
+    "bias": attention(BIASED, loads=[((H, M, N), "float32")]),
     "dropout": dropout(attention(scaled_score, causal)),
 }  # fmt: skip
+FILLED: dict[str, AttentionRegion] = {
+    f"{fill:g} {name}": attention(s, later, filled_score=apply("where", later, s, Const(fill)), fill=fill, **more)
+    for fill in (-1e4, MIN)
+    for name, s, more in (("plain", scaled_score, {}), ("grouped", scaled_score, grouped(3, 1)),
+                          ("bias", BIASED, {"loads": [((H, M, N), "float32")]}))
+}  # fmt: skip
+"""The first query sees no key: it is softmax of the fill, the same for all."""
 REGIONS = {name: replace(region, lse=True) for name, region in REGIONS.items()}
+FILLED = {name: replace(region, lse=True) for name, region in FILLED.items()}
 
 
 def operands(region: AttentionRegion) -> list[Tensor]:
@@ -63,9 +72,9 @@ def whole(region: AttentionRegion, lse: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("skeleton", ["prefill", "decode"])
-@pytest.mark.parametrize("name", REGIONS)
+@pytest.mark.parametrize("name", [*REGIONS, *FILLED])
 def test_value_in_the_kernel(interpreter: Interpreter, name: str, skeleton: str) -> None:
-    region = REGIONS[name]
+    region = {**REGIONS, **FILLED}[name]
     args, lengths = operands(region), [SIZES[n] for n in region.sizes]
     for pack in {1, region.q_per_kv()}:
         source = emit(region, tiles(region, 16, 32, skeleton, pack=pack))
@@ -76,9 +85,9 @@ def test_value_in_the_kernel(interpreter: Interpreter, name: str, skeleton: str)
         torch.testing.assert_close(out.double(), evaluate(region, args, SIZES), rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("name", REGIONS)
+@pytest.mark.parametrize("name", [*REGIONS, *FILLED])
 def test_value_on_the_cpu(name: str) -> None:
-    region = REGIONS[name]
+    region = {**REGIONS, **FILLED}[name]
     args = operands(region)
     out, lse = torch.empty(2, 3, 23, 16), torch.full((2, 3, 23, *saved(region)), 123.0)
     cpu.lower(region)(out, args, SIZES, lse)
@@ -86,10 +95,10 @@ def test_value_on_the_cpu(name: str) -> None:
     torch.testing.assert_close(out.double(), evaluate(region, args, SIZES), rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("name", REGIONS)
+@pytest.mark.parametrize("name", [*REGIONS, *FILLED])
 def test_gradient_of_the_kernels(interpreter: Interpreter, name: str) -> None:
     """dS += P dlse, against autograd in float64; what dlse is where a row saw no key is of no account."""
-    region = REGIONS[name]
+    region = {**REGIONS, **FILLED}[name]
     args, lengths = operands(region), [SIZES[n] for n in region.sizes]
     others = frozenset(o.name for o in region.loads if o.dtype == "float32")
     names = learned(GradientFrame(region, tiles(region), learned=others))
@@ -101,9 +110,8 @@ def test_gradient_of_the_kernels(interpreter: Interpreter, name: str) -> None:
     if name == "empty_rows":
         given[1][:, :, 0] = float("nan")
 
-    out, lse = results[0].detach().float(), results[1].detach().float()
-    if saved(region):
-        lse = torch.stack([lse - 1.0, torch.ones_like(lse)], -1)
+    out, lse = torch.empty(2, 3, 23, 16), torch.empty(2, 3, 23, *saved(region))
+    out, *_, lse = interpreter.launch(emit(region, tiles(region)), out, args, lengths, lse)
     grads = [torch.full_like(x, float("nan")) if i in places else None for i, x in enumerate(args)]
     found, *_ = interpreter.launch(
         emit_backward(region, small(region), others), grads, out, given[0], lse, given[1], args, lengths

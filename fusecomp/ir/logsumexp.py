@@ -1,6 +1,6 @@
 """What the log-sum-exp of a region means, evaluated densely:
 
-    lse = log sum exp(S)       the sink included; -inf where a query sees no key
+    lse = log sum exp(S)       the sink included; where a query sees no key, -inf or that of its filled scores
 """
 
 from __future__ import annotations
@@ -25,7 +25,11 @@ def evaluate_lse(
     batch: Mapping[str, Tensor] | None = None,
 ) -> Tensor:
     """log sum exp(S) over (batch axes, q_idx), for the arguments of `reference.evaluate`."""
-    env = bind(region, tensors, sizes, dtype, rows).at(**(batch or {}))
+    return log_sums(region, bind(region, tensors, sizes, dtype, rows).at(**(batch or {})))
+
+
+def log_sums(region: AttentionRegion, env: Env) -> Tensor:
+    """log sum exp(S) for the rows and keys that `env` spans."""
     env = replace(env, scores=tuple(product_scores(region, p, env) for p in region.products))
     return log_sum(region, masked_logits(region, env)[0], env)
 

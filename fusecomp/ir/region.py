@@ -74,7 +74,8 @@ class AttentionRegion:
     sink: Expr | None = None
     """A logit that takes part in the normaliser but gives no value; a function of the batch axes and q_idx."""
     lse: bool = False
-    """Whether log sum exp(S), the sink included, is a result beside O; -inf where a query sees no key."""
+    """Whether log sum exp(S), the sink included, is a result beside O. Where a query sees no key it is -inf, or that
+    of `filled_score`."""
     empty_row: str = "nan"
     """"nan": a row whose scores are all -inf gives NaN, as softmax does; "zero": it gives 0."""
     pv_dtype: str = "float32"

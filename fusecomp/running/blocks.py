@@ -18,7 +18,7 @@ from torch import Tensor
 
 from fusecomp.ir.algebra import depends_on_score, substitute
 from fusecomp.ir.expr import Apply, Cast, Const, Expr, Score, dtype_kind, parts, transform, variables
-from fusecomp.ir.logsumexp import log_sum
+from fusecomp.ir.logsumexp import log_sum, log_sums
 from fusecomp.ir.primitives import PRIMITIVES
 from fusecomp.ir.ranges import Bound, Reach, reach
 from fusecomp.ir.reference import Env, attend, evaluate_expr, kept, operand, softmax
@@ -144,7 +144,8 @@ class Blocks:
         r, key, whole = self.region, self.region.kv_idx.name, env
         first, stop, inner = self._visited(env)
         if lse is not None and first == stop:
-            lse.copy_(log_sum(r, torch.full((*env.shape[:-1], 1), -math.inf), env))
+            nothing = torch.full((*env.shape[:-1], 1), -math.inf)
+            lse.copy_(log_sum(r, nothing, env) if r.filled_score is None else log_sums(self.exact, env))
         if first == stop:
             return self._unseen(env, held)
         env = env.at(**{key: range(first, stop)})
@@ -158,6 +159,8 @@ class Blocks:
         if not r.keep or r.filled_score is None:
             return out
         needs = logits.amax(-1, keepdim=True) <= r.rescue_below
+        if lse is not None and needs.any():
+            lse.copy_(torch.where(needs.squeeze(-1), log_sums(self.exact, whole), lse))
         return torch.where(needs, attend(self.exact, whole), out) if needs.any() else out
 
     def _visited(self, env: Env) -> tuple[int, int, range]:

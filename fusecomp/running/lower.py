@@ -31,7 +31,7 @@ from fusecomp.running.inputs import example_of
 from fusecomp.running.loader import load
 from fusecomp.running.operator import Gradients, Launch
 from fusecomp.running.tune import tuned
-from fusecomp.running.verify import example, machine
+from fusecomp.running.verify import example, log_sums, machine
 from fusecomp.running.visits import launcher
 from fusecomp.settings import Options
 
@@ -80,7 +80,7 @@ def lower(
     else:
         tiles = next(iter(special), tiles)
     if not match.learned:
-        source, launch = generate(*looked_through(match, tiles))
+        source, launch = generate(looked_through(match, tiles), tiles)
         return Lowered(key_of(source), launch, "triton", source.plan, source)
     try:
         return for_training(match, tiles, sizes)
@@ -89,15 +89,10 @@ def lower(
         return Lowered(key_of(source), launch, "triton", source.plan, source, why_no_backward=str(error))
 
 
-def looked_through(match: Match, tiles: TilePlan) -> tuple[Match, TilePlan]:
+def looked_through(match: Match, tiles: TilePlan) -> Match:
     """What is added to the scores as a mask, where tiles are visited by what the masks hold. Nothing learns: a kernel
-    whose rows may see every key has no backward, and no log-sum-exp either."""
-    if tiles.visits != "table":
-        return match, tiles
-    region = hiding(match.region)
-    if region.lse and region.filled_score is not None:
-        return match, replace(tiles, visits="bounds")
-    return replace(match, region=region), tiles
+    that reads tensors as masks has no backward."""
+    return replace(match, region=hiding(match.region)) if tiles.visits == "table" else match
 
 
 def planned(match: Match, sizes: Mapping[str, int], batch_invariant: bool = False) -> TilePlan:
@@ -165,10 +160,11 @@ def trial(match: Match, sizes: Mapping[str, int], device: torch.device) -> Calla
     """Plan -> a launch of its kernel on random inputs of the graph's shapes."""
     with real_tensors():
         tensors, out, lengths = example(match, sizes, device)
+        more = [log_sums(match, sizes, device)] if match.region.lse else []
 
     def run(tiles: TilePlan) -> Callable[[], object]:
         _, launch = generate(match, tiles)
-        return lambda: launch(out, tensors, lengths)
+        return lambda: launch(out, tensors, lengths, *more)
 
     return run
 

@@ -117,6 +117,13 @@ def rows_without_keys(q: Tensor, k: Tensor, v: Tensor, keep: Tensor) -> tuple[Te
     return s.softmax(-1).nan_to_num(0.0) @ v, s.logsumexp(-1).clamp_min(-100.0)
 
 
+@CASES.fuse(masked, dtypes=FULL)
+def fill_of_a_row_without_keys(q: Tensor, k: Tensor, v: Tensor, keep: Tensor) -> tuple[Tensor, Tensor]:
+    keep = keep & (torch.arange(q.shape[-2], device=q.device) != 4)[:, None]
+    s = scores(q, k).masked_fill(~keep, -1e30)
+    return s.softmax(-1) @ v, s.logsumexp(-1)
+
+
 @CASES.fuse(with_sink)
 def gated_by_a_sink(q: Tensor, k: Tensor, v: Tensor, sink: Tensor) -> Tensor:
     s = scores(q, k)
@@ -240,13 +247,6 @@ def without_the_sink(q: Tensor, k: Tensor, v: Tensor, sink: Tensor) -> tuple[Ten
     s = scores(q, k)
     whole = torch.cat([s, sink.expand(2, 3, q.shape[-2], 1)], -1)
     return whole.softmax(-1)[..., :-1] @ v, s.logsumexp(-1)
-
-
-@CASES.decline(masked, "the log-sum-exp of a query that sees no key is that of its fill", dtypes=FULL)
-def fill_of_a_row_without_keys(q: Tensor, k: Tensor, v: Tensor, keep: Tensor) -> tuple[Tensor, Tensor]:
-    keep = keep & (torch.arange(q.shape[-2], device=q.device) != 4)[:, None]
-    s = scores(q, k).masked_fill(~keep, -1e30)
-    return s.softmax(-1) @ v, s.logsumexp(-1)
 
 
 @CASES.decline(qkv, "`mul` is not a pointwise function of the scores")
