@@ -73,7 +73,7 @@ QUERIES: dict[str, tuple[Any, Any]] = {
     ),
     "wgmma": (
         first + Max(second, drawn, loaded),
-        STAGES * (first + second) + drawn,
+        Piecewise((2 * first + STAGES * second, TURNED > 0), (STAGES * (first + second), True)) + drawn,
     ),
     "tcgen05": (
         first + Max(second, Min(2 * vector, loaded)),
