@@ -91,8 +91,8 @@ class Taken:
 
     @property
     def spills(self) -> bool:
-        """Two registers are the assembler's: its releases differ by so much."""
-        return self.stack > 8
+        """Up to four registers the assembler puts aside without need; its releases differ by so much."""
+        return self.stack > 16
 
 
 def source(point: Point) -> tuple[KernelSource, str]:
@@ -116,11 +116,11 @@ def launch(region: str, arch: int, decode: bool) -> Launch:
     return Launch(REGIONS[region], sizes, DEVICES[arch], decode)
 
 
-def predicted(point: Point) -> tuple[int, bool | None]:
-    """(shared memory, whether registers spill); None where nothing is said of registers."""
+def predicted(point: Point) -> tuple[int, bool]:
+    """(shared memory, whether registers spill)."""
     if point.kernel in GRADIENTS:
-        known = facts(REGIONS[point.region])
-        return backward_resources.smem(point.kernel, point.tile, known, DEVICES[point.arch]), None
+        given = point.kernel, point.tile, facts(REGIONS[point.region]), DEVICES[point.arch]
+        return backward_resources.smem(*given), backward_resources.registers(*given) > 255
     if point.kernel == "decode combine":
         return 0, False
     found = launch(point.region, point.arch, point.kernel == "decode attention").quantities(point.tile)

@@ -27,6 +27,9 @@ from fusecomp.planning.tile import Tile
 FIXED, MOVING, D_FIRST, D_LAST, DV_FIRST, DV_LAST, D_EARLY, DV_EARLY, TURNED = symbols(
     "FIXED MOVING D_FIRST D_LAST DV_FIRST DV_LAST D_EARLY DV_EARLY TURNED"
 )
+KEYS_TOO, REPEATS, GRAD_BASE, GRAD_SUM, GRAD_PAIR, GRAD_VECTOR, GRAD_DRAW, GRAD_LOAD = symbols(
+    "KEYS_TOO REPEATS GRAD_BASE GRAD_SUM GRAD_PAIR GRAD_VECTOR GRAD_DRAW GRAD_LOAD"
+)
 """Rows that stay and rows that come; the first and the last chunk of D and Dv; columns that tcgen05 takes a
 product earlier, each time; 1 where operands are float32, which the tensor cores do not take turned."""
 
@@ -117,13 +120,54 @@ KEYS: dict[str, tuple[Any, Any]] = {
 }
 """Of dK and dV."""
 
+# 32-bit registers of one thread: float32 sums of the gradients, scores and dP and what is made of them, an address for
+# each 16 bytes loaded; `again` as in `resources`
+sums = FIXED * (D + KEYS_TOO * DV) / threads
+scores = pairs / threads
+again = 1 + Max(0, 16 * WARPS / FIXED - 1) * REPEATS + Max(0, 8 * WARPS / MOVING - 1) * CROSSES * MMA_SYNC
+needed = (
+    GRAD_BASE
+    + GRAD_SUM * sums * (1 + Max(0, 16 * WARPS / FIXED - 1) * MMA_SYNC * (1 - CROSSES))
+    + GRAD_PAIR * scores * again
+    + GRAD_VECTOR * (first + second) / vector
+    + GRAD_DRAW * drawing
+    + GRAD_LOAD * Min(1, LOAD)
+)
+TAKEN: dict[str, dict[str, float]] = {
+    "wgmma": {
+        "GRAD_BASE": 79, "GRAD_SUM": 0.92, "GRAD_PAIR": 1.4, "GRAD_VECTOR": 4.15, "GRAD_DRAW": 7, "GRAD_LOAD": 30,
+    },
+    "mma.sync": {
+        "GRAD_BASE": 116, "GRAD_SUM": 0.83, "GRAD_PAIR": 1.35, "GRAD_VECTOR": 3.75, "GRAD_DRAW": 20, "GRAD_LOAD": 29,
+    },
+    "tcgen05": {
+        "GRAD_BASE": 89, "GRAD_SUM": 1.2, "GRAD_PAIR": 0, "GRAD_VECTOR": 0, "GRAD_DRAW": 5, "GRAD_LOAD": 52,
+    },
+    "fma": {
+        "GRAD_BASE": 114, "GRAD_SUM": 0.77, "GRAD_PAIR": 1.9, "GRAD_VECTOR": 2.72, "GRAD_DRAW": 150, "GRAD_LOAD": 0,
+    },
+}  # fmt: skip
+"""Fitted on `examples/bench/records/compiled_resources.json`."""
+TAKEN_BY_KEYS = {"tcgen05": {"GRAD_SUM": 0, "GRAD_PAIR": 5}}
+"""Of dK and dV, whose sums stay in tensor memory while P, dP and dS are in registers."""
+
+
+def registers(kernel: str, tile: Tile, known: Facts, device: Device) -> float:
+    """32-bit registers that one thread of `kernel` wants; it spills what is over the device's limit."""
+    unit = _unit(kernel, tile, known, device)
+    given = {**TAKEN[unit], **(TAKEN_BY_KEYS.get(unit, {}) if kernel == "key_gradients" else {})}
+    return float(_needed()({**_values(kernel, tile, known, device), **given})["registers"])
+
 
 def smem(kernel: str, tile: Tile, known: Facts, device: Device) -> int:
     """B of shared memory of one program of `kernel`, "query_gradient" or "key_gradients", at most."""
-    values = _values(kernel, tile, known, device)
-    unit = instruction(known, device, int(values["FIXED"]), tile.warps)
-    page = _page(kernel, unit)
-    return int(page(values)["smem"])
+    page = _page(kernel, _unit(kernel, tile, known, device))
+    return int(page(_values(kernel, tile, known, device))["smem"])
+
+
+def _unit(kernel: str, tile: Tile, known: Facts, device: Device) -> str:
+    """What multiplies."""
+    return instruction(known, device, tile.block_m if kernel == "query_gradient" else tile.block_n, tile.warps)
 
 
 def fits(kernel: str, tile: Tile, known: Facts, device: Device) -> bool:
@@ -144,6 +188,11 @@ def in_tensor_memory(kernel: str, tile: Tile, known: Facts, device: Device) -> b
     return columns(rows, sums, moving, products, operands, known.width) <= TENSOR_COLUMNS
 
 
+@lru_cache(maxsize=1)
+def _needed() -> Page:
+    return Page({"registers": (needed, "32-bit registers, one thread")})
+
+
 @lru_cache(maxsize=8)
 def _page(kernel: str, unit: str) -> Page:
     of_queries = kernel == "query_gradient"
@@ -157,7 +206,7 @@ def _page(kernel: str, unit: str) -> Page:
 def _values(kernel: str, tile: Tile, known: Facts, device: Device) -> dict[str, float]:
     sides = (tile.block_m, tile.block_n)
     rows, moving = sides if kernel == "query_gradient" else sides[::-1]
-    unit = instruction(known, device, rows, tile.warps)
+    unit = _unit(kernel, tile, known, device)
     d = [c for product in known.d_chunks for c in product]
     return {
         "FIXED": rows,
@@ -180,6 +229,9 @@ def _values(kernel: str, tile: Tile, known: Facts, device: Device) -> dict[str, 
         "DRAWN": drawn_bytes(triton_release()),
         "CROSSES": int(unit == "fma" or (unit == "mma.sync" and rows < d[-1])),
         "TURNED": int(unit != "fma" and known.width > 2),
+        "KEYS_TOO": int(kernel == "key_gradients"),
+        "MMA_SYNC": int(unit == "mma.sync"),
+        "REPEATS": int(unit == "wgmma" or (unit == "mma.sync" and rows >= d[-1])),
     }
 
 

@@ -26,16 +26,34 @@ ALLOCATED = {
     "REG_SUM": 1.2,  # a float32 sum of the accumulator, and its copies while it is rescaled
     "REG_PAIR": 1.06,  # a pair's score in float32, then its probability in half precision
     "REG_PAIR_DESCRIBED": 0.19,  # more of a pair through descriptors: fitted on times; registers alone would say 0.4
-    "REG_DOT": 0.2,  # a pair's operands in a float32 product, for each of its first 64 terms
+    "REG_DOT": 3.5,  # operands of a float32 product of 64 terms, for each pair of a thread that multiplies by itself
+    "REG_LOAD": 25,  # where something is read for each pair: its address, the layout that it arrives in
+    "REG_LOADED": 0.75,  # such a pair's bias or mask
     "REG_DRAW": 45,  # where weights are dropped: the generator's state, what is kept of a tile
     "REG_VECTOR": 1.67,  # one 64-bit address for each 16 bytes that a thread loads of K and V, some shared
     "SMEM_RESERVED": 1024,  # B: what the driver takes of each program
 }
-"""Fitted on generated kernels compiled for sm_90."""
+"""Fitted on generated kernels compiled for sm_90, whose products are wgmma's."""
+INSTEAD: dict[str, dict[str, float]] = {
+    "mma.sync": {
+        "REG_BASE": 88, "REG_MASK": 0, "REG_SPLIT": 0, "REG_SUM": 0.95, "REG_PAIR": 1.5, "REG_DRAW": 25,
+        "REG_VECTOR": 1.75,
+    },
+    "tcgen05": {
+        "REG_BASE": 30, "REG_MASK": 8, "REG_SPLIT": 0, "REG_SUM": 1.07, "REG_PAIR": 1.5, "REG_DRAW": 0, "REG_LOAD": 45,
+        "REG_VECTOR": 3.1,
+    },
+    "fma": {
+        "REG_BASE": 130, "REG_MASK": 0, "REG_SPLIT": 0, "REG_SUM": 2.5, "REG_PAIR": 2.1, "REG_DRAW": 80, "REG_LOAD": 0,
+        "REG_VECTOR": 0,
+    },
+}  # fmt: skip
+"""Of other instructions, where they differ: fitted on `examples/bench/records/compiled_resources.json`."""
 
-REG_BASE, REG_MASK, REG_SPLIT, REG_SUM, REG_PAIR, REG_PAIR_DESCRIBED, REG_DOT, REG_DRAW, REG_VECTOR = symbols(
-    "REG_BASE REG_MASK REG_SPLIT REG_SUM REG_PAIR REG_PAIR_DESCRIBED REG_DOT REG_DRAW REG_VECTOR"
+REG_BASE, REG_MASK, REG_SPLIT, REG_SUM, REG_PAIR, REG_PAIR_DESCRIBED, REG_DOT, REG_LOAD, REG_LOADED = symbols(
+    "REG_BASE REG_MASK REG_SPLIT REG_SUM REG_PAIR REG_PAIR_DESCRIBED REG_DOT REG_LOAD REG_LOADED"
 )
+REG_DRAW, REG_VECTOR = symbols("REG_DRAW REG_VECTOR")
 (SMEM_RESERVED,) = symbols("SMEM_RESERVED,")
 
 # Tiles, B
@@ -74,20 +92,24 @@ aligned = Max(DESC, TCGEN05) * 1024 + TCGEN05 * barriers * (WARPS / 4 - 1)
 smem = Max(sympy.Piecewise((unpipelined, STAGES < 2), (pipelined, True)), result) + aligned
 
 # 32-bit registers of one thread: the float32 accumulator, the score and its probability, the operands of a product that
-# no matrix instruction does, an address for each 16 bytes loaded, the rest
+# no matrix instruction does, an address for each 16 bytes loaded, the rest. A warp holds 16 rows, or eight columns
+# where the warps share them: of smaller tiles several warps hold the same.
 accumulator = BLOCK_M * DV / threads
 scores = BLOCK_M * BLOCK_N / threads
+by_rows = MMA_SYNC * (1 - CROSSES) * Max(0, 16 * WARPS / BLOCK_M - 1)
+again = 1 + by_rows + (WGMMA - TCGEN05) * Max(0, 16 * WARPS / BLOCK_M - 1)
+again_crossing = MMA_SYNC * CROSSES * Max(0, 8 * WARPS / BLOCK_N - 1)
 turned = WGMMA * Min(1, Max(0, WIDTH - 2))  # wgmma wants float32 V turned: it comes 4 bytes at a time
 vectors = (1 - DESC) * WIDTH * BLOCK_N * (D + DV * (1 + 3 * turned)) / (16 * threads)
-operand = MMA_SYNC * WIDTH * 16 * BLOCK_N / (4 * WARP)  # mma.sync holds 16 rows of K or V itself
+pair = REG_PAIR + DESC * REG_PAIR_DESCRIBED + turned + DOT * REG_DOT * Min(D, 64) / 64 + REG_LOADED * Min(1, LOAD)
 registers = (
-    REG_SUM * accumulator
-    + (REG_PAIR + DESC * REG_PAIR_DESCRIBED + turned + DOT * REG_DOT * Min(D, 64)) * scores
+    REG_SUM * accumulator * (1 + by_rows)
+    + pair * scores * (again + again_crossing)
     + REG_VECTOR * vectors
     + REG_MASK * Min(3, TEST + FMA + SFU)
     + REG_DRAW * DRAWS
+    + REG_LOAD * Min(1, LOAD)
     + REG_SPLIT * (1 - DESC) * Min(1, D + DV - Min(D + DV, 2 * CHUNK))
-    + operand
     + REG_BASE
 )
 spilled = Max(0, registers - REGS_MAX)
@@ -103,6 +125,7 @@ def compiler(tile: Tile, known: Facts, device: Device) -> dict[str, float]:
     unit = instruction(known, device, tile.block_m, tile.warps)
     native = {"wgmma": 64, "tcgen05": 64 if device.capability != 100 else 128}
     return {
+        **INSTEAD.get(unit, {}),
         "WGMMA": int(unit in native),
         "TCGEN05": int(unit == "tcgen05"),
         "MMA_SYNC": int(unit == "mma.sync"),
