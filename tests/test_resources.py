@@ -51,15 +51,34 @@ def of(kind: str, arch: int) -> dict[Point, Taken]:
 @pytest.mark.parametrize("kind", KINDS)
 def test_shared_memory_is_what_the_compiler_takes(kind: str, arch: int) -> None:
     """But for a few points, of which more is said than taken."""
-    held = of(kind, arch)
-    wrong = {p: (predicted(p)[0], t.shared) for p, t in held.items() if not near(predicted(p)[0], t.shared)}
+    wrong = {p: (predicted(p)[0], t.shared) for p, t in of(kind, arch).items() if not near(predicted(p)[0], t.shared)}
     assert all(said > taken for said, taken in wrong.values()), wrong
-    assert len(wrong) <= max(1, (1 - SHARE) * len(held)), wrong
+    assert len(wrong) <= 3, wrong
 
 
-def test_forward_kernels_never_take_more_than_is_said() -> None:
-    forward = {p: t for p, t in ROWS.items() if p.kernel not in (*GRADIENTS, "decode combine")}
-    assert not {p: (predicted(p)[0], t.shared) for p, t in forward.items() if predicted(p)[0] < t.shared}
+def test_nearly_all_points_are_near() -> None:
+    assert sum(near(predicted(p)[0], t.shared) for p, t in ROWS.items()) >= SHARE * len(ROWS)
+
+
+@pytest.mark.parametrize("kinds", [KINDS[:4], GRADIENTS], ids=["forward", "backward"])
+def test_spilling_is_told(kinds: tuple[str, ...]) -> None:
+    """Of the points that can be launched; the constants are fitted on the same record."""
+    told = [predicted(p)[1] == t.spills for p, t in ROWS.items() if p.kernel in kinds and launchable(p)]
+    assert sum(told) >= 0.95 * len(told)
+
+
+def launchable(p: Point) -> bool:
+    """Whether tensor memory has it; what it has not is compiled to nothing."""
+    known, device = facts(REGIONS[p.region]), DEVICES[p.arch]
+    if p.kernel in GRADIENTS:
+        return backward_resources.in_tensor_memory(p.kernel, p.tile, known, device)
+    return resources.in_tensor_memory(p.tile, known, device)
+
+
+def test_no_kernel_takes_more_than_is_said() -> None:
+    """But for what `combine` exchanges, which is less than 1 KB."""
+    said = {p: predicted(p)[0] + 1024 * (p.kernel == "decode combine") for p in ROWS}
+    assert not {p: (said[p], t.shared) for p, t in ROWS.items() if said[p] < t.shared}
 
 
 def test_recorded_points_compile_to_what_is_recorded() -> None:

@@ -27,8 +27,8 @@ from fusecomp.planning.tile import Tile
 FIXED, MOVING, D_FIRST, D_LAST, DV_FIRST, DV_LAST, D_EARLY, DV_EARLY, TURNED = symbols(
     "FIXED MOVING D_FIRST D_LAST DV_FIRST DV_LAST D_EARLY DV_EARLY TURNED"
 )
-KEYS_TOO, REPEATS, GRAD_BASE, GRAD_SUM, GRAD_PAIR, GRAD_VECTOR, GRAD_DRAW, GRAD_LOAD = symbols(
-    "KEYS_TOO REPEATS GRAD_BASE GRAD_SUM GRAD_PAIR GRAD_VECTOR GRAD_DRAW GRAD_LOAD"
+KEYS_TOO, REPEATS, DRAWING, GRAD_BASE, GRAD_SUM, GRAD_PAIR, GRAD_VECTOR, GRAD_DRAW, GRAD_LOAD = symbols(
+    "KEYS_TOO REPEATS DRAWING GRAD_BASE GRAD_SUM GRAD_PAIR GRAD_VECTOR GRAD_DRAW GRAD_LOAD"
 )
 """Rows that stay and rows that come; the first and the last chunk of D and Dv; columns that tcgen05 takes a
 product earlier, each time; 1 where operands are float32, which the tensor cores do not take turned."""
@@ -45,7 +45,7 @@ vector = 16 * threads
 rows_ahead = (STAGES - 1) * LOAD * pairs
 columns_ahead = Piecewise((rows_ahead, LOAD >= 4), (0, True))
 loaded = Min(LOAD * pairs, 32 * LOAD * threads)
-narrow = Piecewise((0, LOAD >= 4), (loaded, True))
+narrow, whole = Piecewise((0, LOAD >= 4), (loaded, True)), Piecewise((0, LOAD >= 4), (LOAD * pairs, True))
 statistics = (STAGES - 1) * 4 * MOVING * (2 + Min(1, LOAD))  # log-sum-exp, in two parts beside a bias, and delta
 bytes_ = Max(drawing, BYTES)  # where P is made with what has a byte a pair, mma.sync takes four of its rows at once
 
@@ -102,7 +102,7 @@ KEYS: dict[str, tuple[Any, Any]] = {
         first + Max(second + TURNED * Max(first, second), drawn, loaded),
         Piecewise(
             (first + second + Max(first, second), TURNED > 0),
-            (STAGES * (first + second) + Max(drawn, narrow), True),
+            (STAGES * (first + second) + Max(drawn, whole), True),
         ),
     ),
     "tcgen05": (
@@ -110,9 +110,7 @@ KEYS: dict[str, tuple[Any, Any]] = {
         Piecewise(
             (3 * (first + second) + drawn, TURNED > 0),
             (
-                (STAGES + 1) * (first + second)
-                + WIDTH * MOVING * (D_EARLY + DV_EARLY)
-                + Max(drawn, Min(2 * vector, narrow)),
+                (STAGES + 1) * (first + second) + WIDTH * MOVING * (D_EARLY + DV_EARLY) + Max(drawn, whole),
                 True,
             ),
         ),
@@ -130,7 +128,7 @@ needed = (
     + GRAD_SUM * sums * (1 + Max(0, 16 * WARPS / FIXED - 1) * MMA_SYNC * (1 - CROSSES))
     + GRAD_PAIR * scores * again
     + GRAD_VECTOR * (first + second) / vector
-    + GRAD_DRAW * drawing
+    + GRAD_DRAW * DRAWING
     + GRAD_LOAD * Min(1, LOAD)
 )
 TAKEN: dict[str, dict[str, float]] = {
@@ -144,7 +142,7 @@ TAKEN: dict[str, dict[str, float]] = {
         "GRAD_BASE": 89, "GRAD_SUM": 1.2, "GRAD_PAIR": 0, "GRAD_VECTOR": 0, "GRAD_DRAW": 5, "GRAD_LOAD": 52,
     },
     "fma": {
-        "GRAD_BASE": 114, "GRAD_SUM": 0.77, "GRAD_PAIR": 1.9, "GRAD_VECTOR": 2.72, "GRAD_DRAW": 150, "GRAD_LOAD": 0,
+        "GRAD_BASE": 114, "GRAD_SUM": 0.77, "GRAD_PAIR": 1.76, "GRAD_VECTOR": 2.72, "GRAD_DRAW": 150, "GRAD_LOAD": 0,
     },
 }  # fmt: skip
 """Fitted on `examples/bench/records/compiled_resources.json`."""
@@ -226,6 +224,7 @@ def _values(kernel: str, tile: Tile, known: Facts, device: Device) -> dict[str, 
         "LOAD": known.load_width,
         "BYTES": int(known.load_width == 1),
         "DRAWS": known.draws if unit != "fma" else 0,
+        "DRAWING": min(1, known.draws),
         "DRAWN": drawn_bytes(triton_release()),
         "CROSSES": int(unit == "fma" or (unit == "mma.sync" and rows < d[-1])),
         "TURNED": int(unit != "fma" and known.width > 2),
