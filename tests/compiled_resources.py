@@ -124,7 +124,8 @@ def predicted(point: Point) -> tuple[int, bool]:
     if point.kernel == "decode combine":
         return 0, False
     found = launch(point.region, point.arch, point.kernel == "decode attention").quantities(point.tile)
-    return int(found["smem"]), found["registers"] > DEVICES[point.arch].registers_per_thread
+    needed = launch(point.region, point.arch, False).quantities(point.tile)["registers"]  # as `resources` says
+    return int(found["smem"]), needed > DEVICES[point.arch].registers_per_thread
 
 
 def record() -> tuple[str, dict[Point, Taken]]:

@@ -26,7 +26,7 @@ ALLOCATED = {
     "REG_SUM": 1.2,  # a float32 sum of the accumulator, and its copies while it is rescaled
     "REG_PAIR": 1.06,  # a pair's score in float32, then its probability in half precision
     "REG_PAIR_DESCRIBED": 0.19,  # more of a pair through descriptors: fitted on times; registers alone would say 0.4
-    "REG_DOT": 3.5,  # operands of a float32 product of 64 terms, for each pair of a thread that multiplies by itself
+    "REG_DOT": 12.8,  # operands of a float32 product of 64 terms, for each pair of a thread that multiplies by itself
     "REG_LOAD": 25,  # where something is read for each pair: its address, the layout that it arrives in
     "REG_LOADED": 0.75,  # such a pair's bias or mask
     "REG_DRAW": 45,  # where weights are dropped: the generator's state, what is kept of a tile
@@ -42,10 +42,6 @@ INSTEAD: dict[str, dict[str, float]] = {
     "tcgen05": {
         "REG_BASE": 30, "REG_MASK": 8, "REG_SPLIT": 0, "REG_SUM": 1.07, "REG_PAIR": 1.5, "REG_DRAW": 0, "REG_LOAD": 45,
         "REG_VECTOR": 3.1,
-    },
-    "fma": {
-        "REG_BASE": 130, "REG_MASK": 0, "REG_SPLIT": 0, "REG_SUM": 2.5, "REG_PAIR": 2.1, "REG_DRAW": 80, "REG_LOAD": 0,
-        "REG_VECTOR": 0,
     },
 }  # fmt: skip
 """Of other instructions, where they differ: fitted on `examples/bench/records/compiled_resources.json`."""
@@ -135,7 +131,7 @@ def compiler(tile: Tile, known: Facts, device: Device) -> dict[str, float]:
         "REGROUPED": int(unit == "tcgen05" and (known.load_width == 1 or (tile.warps > 4 and tile.block_m > 64))),
         "BYTES": int(known.load_width == 1),
         "DRAWN": drawn_bytes(triton_release()),
-        "PARTS": _parts(tile, known.load_width),
+        "PARTS": _parts(tile, known),
     }
 
 
@@ -162,11 +158,13 @@ def drawn_bytes(release: tuple[int, ...]) -> int:
     return 4 if release >= (3, 8) else 1
 
 
-def _parts(tile: Tile, width: int) -> int:
-    """In how many parts float32 scores go from the layout of a product to that of loads of `width` bytes a pair."""
+def _parts(tile: Tile, known: Facts) -> int:
+    """In how many parts float32 scores go from the layout of a product to that of what is read for each pair."""
+    width = known.load_width
     own = tile.block_m * tile.block_n // (32 * tile.warps)  # a thread's
     together = min(16 // max(1, width), own)  # columns that a thread loads at once
-    apart = own >= 8 and tile.block_n >= 32 and (2 * together < tile.block_n or own >= 2 * together)
+    least = 16 if width == 1 and tile.block_m < known.dv_chunks[-1] else 8
+    apart = own >= least and tile.block_n >= 32 and (2 * together < tile.block_n or own >= 2 * together)
     return (2 if apart else 1) * (2 if apart and width == 1 and own >= 16 and tile.block_n >= 64 else 1)
 
 
