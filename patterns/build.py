@@ -133,7 +133,10 @@ def closed_interior(
     return interior, with_readers(sums, (*interior, output), shared)
 
 
-USE_ONCE = "a kernel never holds them: take from them one product with values, and nothing else"
+USE_ONCE = (
+    "a kernel never holds them: take from them one product with values, and their log-sum-exp over the keys (masked "
+    "and scaled as the softmax sees them)"
+)
 RETURN_LESS = (
     "return them only where they are needed; a graph break while a variable still holds them makes them an output too"
 )
