@@ -13,8 +13,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from fusecomp.codegen.base2 import Exponent, exponent
-from fusecomp.codegen.cheaper import cheaper, times
+from fusecomp.codegen.base2 import Exponent, exponent, scaled
+from fusecomp.codegen.cheaper import cheaper
 from fusecomp.codegen.derivative import ONE, derivative, factored
 from fusecomp.codegen.frame import Frame, merged
 from fusecomp.codegen.printer import Names
@@ -65,11 +65,6 @@ class GradientFrame(Frame):
         region = replace(self.region, score=filled, keep=(), filled_score=None)
         return GradientFrame(region, self.plan, True, self.learned, self)
 
-    @property
-    def twice(self) -> bool:
-        """Whether there are two passes, into the same sums."""
-        return self.rescue is not None or self.beside is not None
-
     @cached_property
     def raw(self) -> Expr:
         """S as it was written."""
@@ -99,9 +94,12 @@ class GradientFrame(Frame):
         for x, source, e in sorted(found, key=lambda f: order.index(f[0].tensor)):
             assert e is not None
             before = sum(leaf.load.tensor == x.tensor for leaf in leaves)
-            rest, factor = self._factored(derivative(e, x))
+            rest, factor = factored(derivative(e, x))
             rest = self.shared(rest) if source == "score" else rest
             leaves.append(Leaf(f"{x.tensor}_{before}" if before else x.tensor, x, source, rest, factor))
+        if self.beside is not None:
+            theirs = {(leaf.load, leaf.source): leaf.factor for leaf in self.beside.leaves}
+            leaves = [self._into(leaf, theirs.get((leaf.load, leaf.source), 1.0)) for leaf in leaves]
         return tuple(leaves)
 
     def along(self, leaf: Leaf) -> str:
@@ -135,7 +133,7 @@ class GradientFrame(Frame):
     @cached_property
     def exponent(self) -> Exponent:
         found = exponent(self.shared(self.raw), self.moving)
-        natural = self.twice or exponent(self.score, self.moving).natural
+        natural = self.beside is not None or exponent(self.score, self.moving).natural
         return Exponent(self.shared(self.raw), 1.0, True) if natural else found
 
     @cached_property
@@ -143,14 +141,19 @@ class GradientFrame(Frame):
         """(rest, factor) of dS/dscore_t."""
         found = {}
         for t in self.terms:
-            rest, factor = self._factored(derivative(self.raw, Score(t)))
+            rest, factor = factored(derivative(self.raw, Score(t)))
             found[t] = self.shared(rest), factor
+        if self.beside is not None:
+            theirs = self.beside.derivative
+            found = {t: (self._times(rest, c / theirs[t][1]), theirs[t][1]) for t, (rest, c) in found.items()}
         return found
 
-    def _factored(self, e: Expr) -> tuple[Expr, float]:
-        """(rest, factor) with e = factor * rest; the sums of two passes have no factor in common."""
-        rest, factor = factored(e)
-        return (rest, factor) if not self.twice else (times(rest, factor), 1.0)
+    def _into(self, leaf: Leaf, factor: float) -> Leaf:
+        """The leaf with the factor that its sum, which another pass has begun, is multiplied by."""
+        return replace(leaf, rest=self._times(leaf.rest, leaf.factor / factor), factor=factor)
+
+    def _times(self, e: Expr, c: float) -> Expr:
+        return e if c == 1.0 else scaled(e, c, self.moving)
 
     @cached_property
     def names_d_logit(self) -> bool:
@@ -191,7 +194,8 @@ class GradientFrame(Frame):
     @cached_property
     def may_be_empty(self) -> bool:
         """Whether some row may see no key."""
-        return not self.twice and self.region.sink is None and replace_skeleton(self).needs_pivot
+        filled = self.rescue is not None or self.beside is not None
+        return not filled and self.region.sink is None and replace_skeleton(self).needs_pivot
 
     # ------------------------------------------------------------------------------------------------------------
     # Keys: the axes that dK and dV have, and those they sum over

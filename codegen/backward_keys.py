@@ -22,6 +22,7 @@ from fusecomp.codegen.backward_tile import (
     scaled_by,
     score_gradients,
     scores,
+    seldom,
     value_products,
     weighted,
     weights,
@@ -170,7 +171,7 @@ def rescue(frame: GradientFrame) -> Lines:
     size = triton_text(frame.q_idx.size, frame.names)
     return [
         "# Queries that see no key, or only keys near the fill, take part in every key",
-        f"for q_start in range(0, {size}, BLOCK_M):",
+        f"for q_start in {seldom('0', size, 'BLOCK_M')}:",
         f"    live = q_start + m < {size}",
         *indented(log_sums(again, ROWS, "live")),
         '    if tl.min(lse) < float("inf"):',

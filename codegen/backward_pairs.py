@@ -12,7 +12,7 @@ from fusecomp.codegen.address import Address, address, at_tile, sum_text
 from fusecomp.codegen.backward_frame import GradientFrame, Leaf
 from fusecomp.codegen.backward_keys import axis_size, outer
 from fusecomp.codegen.backward_queries import edge_tests, score_gradient
-from fusecomp.codegen.backward_tile import leaf_gradient, log_sums, rounded, scaled_by
+from fusecomp.codegen.backward_tile import leaf_gradient, log_sums, rounded, scaled_by, seldom
 from fusecomp.codegen.memory import row_base
 from fusecomp.codegen.printer import triton_text
 from fusecomp.codegen.tile import indented, places
@@ -111,7 +111,7 @@ def rescue(frame: GradientFrame, leaf: Leaf) -> Lines:
         "# Queries that see no key, or only keys near the fill, take part in every key",
         *log_sums(again, "rows", ""),
         'last = tl.where(tl.min(lse) < float("inf"), k_first + BLOCK_N, k_first)',
-        "for k_start in range(k_first, last, BLOCK_N):",
+        f"for k_start in {seldom('k_first', 'last', 'BLOCK_N')}:",
         *indented(_tile(again, twin, [])),
     ]
 

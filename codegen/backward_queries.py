@@ -16,6 +16,7 @@ from fusecomp.codegen.backward_tile import (
     scaled_by,
     score_gradients,
     scores,
+    seldom,
     times,
     value_products,
     weights,
@@ -126,7 +127,7 @@ def rescue(frame: GradientFrame) -> Lines:
         "# Rows that see no key, or only keys near the fill, take part in every key",
         *log_sums(again, "rows", ""),
         f'last = tl.where(tl.min(lse) < float("inf"), {size}, 0)',
-        "for k_start in range(0, last, BLOCK_N):",
+        f"for k_start in {seldom('0', 'last', 'BLOCK_N')}:",
         *indented(_tile(again, [], edge=True)),
     ]
 

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from fusecomp.codegen.backward_frame import GradientFrame, Leaf
 from fusecomp.codegen.derivative import ONE
 from fusecomp.codegen.frame import score_name
+from fusecomp.codegen.logsumexp import saved
 from fusecomp.codegen.printer import literal, show, triton_dtype, triton_text
 from fusecomp.codegen.tile import precision
 from fusecomp.ir.algebra import apply
@@ -54,16 +55,18 @@ def deltas(where: str, tests: str) -> Lines:
 
 
 def log_sums(frame: GradientFrame, where: str, tests: str) -> Lines:
-    """lse of the queries in the unit of the exponent; infinite where a row takes no part. Where it was saved in two, it
+    """lse of the queries in the unit of the exponent; infinite where a row takes no part. Where the unit is natural it
     is the maximum, and log_sum is what lies above."""
     gone, zero = (f', mask={tests}, other=float("inf")', f", mask={tests}, other=0.0") if tests else ("", "")
     natural = frame.exponent.natural
-    place = f"({where})" if " " in where else where
-    unit, at = ("", f"2 * {place}") if natural else (" * LOG2E", where)
+    if not saved(frame.region) and frame.beside is None:
+        return [f"lse = tl.load(lse_ptr + {where}{gone}) * LOG2E", *taking_part(frame)]
+    at = f"2 * ({where})" if " " in where else f"2 * {where}"
     return [
-        f"lse = tl.load(lse_ptr + {at}{gone}){unit}",
-        *([f"log_sum = tl.load(lse_ptr + {at} + 1{zero}) * LOG2E"] if natural else []),
+        f"lse = tl.load(lse_ptr + {at}{gone})",
+        f"log_sum = tl.load(lse_ptr + {at} + 1{zero}){' * LOG2E' * natural}",
         *taking_part(frame),
+        *([] if natural else ["lse = (lse + log_sum) * LOG2E"]),
     ]
 
 
@@ -75,6 +78,11 @@ def taking_part(frame: GradientFrame) -> Lines:
         return [f'lse = tl.where({unseen(frame)}, float("inf"), lse)  # a row that sees no key has its turn below']
     empty = 'lse = tl.where(lse == float("-inf"), float("inf"), lse)  # a row that saw no key takes no part'
     return [empty] if frame.may_be_empty else []
+
+
+def seldom(begin: str, end: str, step: str) -> str:
+    """A range whose values take no registers from the loops before it, as most programs skip it."""
+    return f"tl.range({begin}, {end}, {step}, num_stages=1, disable_licm=True)"
 
 
 def unseen(frame: GradientFrame) -> str:
