@@ -21,7 +21,7 @@ from fusecomp.codegen.printer import Names
 from fusecomp.codegen.values import Values, element_values
 from fusecomp.errors import KernelError
 from fusecomp.ir.algebra import apply, depends_on_score, substitute
-from fusecomp.ir.expr import Apply, Const, Expr, Load, Score, Var, dtype_kind, parts, transform, variables
+from fusecomp.ir.expr import Apply, Const, Expr, Load, Score, Var, dtype_kind, kind, parts, transform, variables
 from fusecomp.ir.ranges import Reach, reach
 from fusecomp.ir.region import Access, AttentionRegion
 
@@ -185,6 +185,11 @@ class GradientFrame(Frame):
         leaves = [leaf.rest for leaf in self.leaves]
         factors = [e for e in (self.weight, self.sink) if e is not None]
         return [self.exponent.score, *inner, *rests, *leaves, *bounds, *self.region.keep, *factors]
+
+    def past_end(self, x: Load) -> str:
+        """1 for what is divided by: P = 0 there, but 0 / 0 is no number."""
+        divisions = (y for e in self.elements for y in parts(e) if isinstance(y, Apply) and y.op == "div")
+        return "1.0" if any(x in set(parts(y.operands[1])) for y in divisions) and kind(x) == "float" else "0"
 
     @cached_property
     def tile_names(self) -> Names:

@@ -168,5 +168,5 @@ def _value(frame: GradientFrame, name: str, e: Expr, edge: bool) -> str:
         *([sum_text(a.offsets, places, wide=False)] if a.offsets else []),
         *([sum_text(a.rows, names, wide=True)] if a.rows else []),
     ]
-    live = ", mask=live[None, :], other=0" if edge and frame.q_idx.name in variables(e) else ""
+    live = f", mask=live[None, :], other={frame.past_end(e)}" if edge and frame.q_idx.name in variables(e) else ""
     return f"{name} = tl.load({' + '.join(pointer)}{live}){widened(e.dtype)}"

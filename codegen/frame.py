@@ -235,6 +235,10 @@ class Frame:
         """Name of the constant that `e.scale` is printed as."""
         return "SCALE" if e.scale == self.exponent.scale else "FILLED_SCALE"
 
+    def past_end(self, x: Load) -> str:  # noqa: ARG002
+        """What a tensor is taken to hold past the end of the keys or queries, where a score is masked anyway."""
+        return "0"
+
     @property
     def heavy_last(self) -> bool:
         """Whether later query tiles visit more keys."""

@@ -237,6 +237,6 @@ def element_loads(frame: Frame, edge: bool, exprs: Iterable[Expr]) -> Lines:
             start = _sum(frame, at_tile(keys, {frame.kv_idx: Var("key", frame.kv_idx.size)}))
             rows = [sum_text(a.rows, frame.tile_names, wide=True)] if a.rows else []
             pointer = " + ".join([f"{name}_base", *start, *([f"{name}_offsets"] if a.offsets else []), *rows])
-            mask = ", mask=live[None, :], other=0" if edge else ""
+            mask = f", mask=live[None, :], other={frame.past_end(x)}" if edge else ""
             lines.append(f"{name} = tl.load({pointer}{mask}){widened(x.dtype)}")
     return lines

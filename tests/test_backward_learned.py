@@ -74,6 +74,8 @@ REGIONS: dict[str, AttentionRegion] = {
     "temperature_of_all": scaled(shape=()),
     "temperature_of_queries": scaled(b, h, q_idx, 0, shape=(B, H, M, 1)),
     "divided": attention(apply("div", scaled_score, load(0, h)), loads=[((H,), FLOAT)]),
+    "divided_by_key": attention(apply("div", scaled_score, load(0, kv_idx)), causal, loads=[((N,), FLOAT)]),
+    "divided_by_pair": attention(apply("div", scaled_score, load(0, q_idx, kv_idx)), loads=[((M, N), FLOAT)]),
     "exponent": attention(apply("mul", scaled_score, apply("exp", load(0, h))), causal, loads=[((H,), FLOAT)]),
     "table": biased(h, apply("add", apply("sub", kv_idx, q_idx), M), shape=(H, 60)),
     "gates": attention(scaled_score, causal, loads=[((H,), FLOAT)], weight=load(0, h)),
@@ -103,7 +105,9 @@ def learnable(region: AttentionRegion) -> list[str]:
 @pytest.mark.parametrize("name", REGIONS)
 def test_gradients(interpreter: Interpreter, name: str) -> None:
     region = REGIONS[name]
-    agree(interpreter, region, inputs_of(region, SIZES), SIZES, learn=learnable(region))
+    args = inputs_of(region, SIZES)
+    args = [*args[:3], *(x.sign() * (x.abs() + 0.5) for x in args[3:])] if name.startswith("divided") else args
+    agree(interpreter, region, args, SIZES, learn=learnable(region))
 
 
 @pytest.mark.parametrize("programs", [8, 40])
