@@ -30,7 +30,7 @@ SHARE = 0.98
 """Of the points whose shared memory is said within 1 KB or 2 %, at least."""
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture
 def as_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
     """Predictions for the release that the record is of."""
     release = tuple(int(n) for n in RELEASE.split(".")[:2])
@@ -47,6 +47,7 @@ def of(kind: str, arch: int) -> dict[Point, Taken]:
     return {p: t for p, t in ROWS.items() if (p.kernel, p.arch) == (kind, arch)}
 
 
+@pytest.mark.usefixtures("as_recorded")
 @pytest.mark.parametrize("arch", DEVICES)
 @pytest.mark.parametrize("kind", KINDS)
 def test_shared_memory_is_what_the_compiler_takes(kind: str, arch: int) -> None:
@@ -56,10 +57,12 @@ def test_shared_memory_is_what_the_compiler_takes(kind: str, arch: int) -> None:
     assert len(wrong) <= 3, wrong
 
 
+@pytest.mark.usefixtures("as_recorded")
 def test_nearly_all_points_are_near() -> None:
     assert sum(near(predicted(p)[0], t.shared) for p, t in ROWS.items()) >= SHARE * len(ROWS)
 
 
+@pytest.mark.usefixtures("as_recorded")
 @pytest.mark.parametrize("kinds", [KINDS[:4], GRADIENTS], ids=["forward", "backward"])
 def test_spilling_is_told(kinds: tuple[str, ...]) -> None:
     """Of the points that can be launched; the constants are fitted on the same record."""
@@ -75,6 +78,7 @@ def launchable(p: Point) -> bool:
     return resources.in_tensor_memory(p.tile, known, device)
 
 
+@pytest.mark.usefixtures("as_recorded")
 def test_no_kernel_takes_more_than_is_said() -> None:
     """But for what `combine` exchanges, which is less than 1 KB."""
     said = {p: predicted(p)[0] + 1024 * (p.kernel == "decode combine") for p in ROWS}
@@ -82,13 +86,13 @@ def test_no_kernel_takes_more_than_is_said() -> None:
 
 
 def test_recorded_points_compile_to_what_is_recorded() -> None:
-    """A few of them; another release may take less, and more for dropout."""
+    """A few of them; another release may take less, or as much more as is kept free for it."""
     for point in random.Random(triton.__version__).sample(sorted(ROWS, key=str), 6):
         now, then = measured(point), ROWS[point]
         if triton.__version__ == RELEASE:
             assert (now.shared, now.spills) == (then.shared, then.spills), point
         elif not draws(REGIONS[point.region].weight):
-            assert now.shared <= max(then.shared, predicted(point)[0]), point
+            assert now.shared <= predicted(point)[0] + 1024, point
 
 
 @pytest.mark.slow

@@ -20,7 +20,7 @@ from sympy import Piecewise
 from fusecomp.planning.device import Device
 from fusecomp.planning.equations import Page
 from fusecomp.planning.facts import Facts
-from fusecomp.planning.resources import TENSOR_COLUMNS, columns, drawn_bytes, instruction, triton_release
+from fusecomp.planning.resources import TENSOR_COLUMNS, columns, drawn_bytes, instruction, triton_release, usable
 from fusecomp.planning.symbols import *
 from fusecomp.planning.tile import Tile
 
@@ -170,7 +170,7 @@ def _unit(kernel: str, tile: Tile, known: Facts, device: Device) -> str:
 
 def fits(kernel: str, tile: Tile, known: Facts, device: Device) -> bool:
     """Whether a program of `kernel` can be launched at all."""
-    return smem(kernel, tile, known, device) <= device.smem_bytes and in_tensor_memory(kernel, tile, known, device)
+    return smem(kernel, tile, known, device) <= usable(device) and in_tensor_memory(kernel, tile, known, device)
 
 
 def in_tensor_memory(kernel: str, tile: Tile, known: Facts, device: Device) -> bool:

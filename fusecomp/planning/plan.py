@@ -19,7 +19,7 @@ from fusecomp.planning.chunks import power
 from fusecomp.planning.device import Device, current
 from fusecomp.planning.facts import lengths
 from fusecomp.planning.queueing import bound
-from fusecomp.planning.resources import in_tensor_memory
+from fusecomp.planning.resources import in_tensor_memory, usable
 from fusecomp.planning.tile import Cost, Rejected, Tile, TilePlan
 from fusecomp.planning.visits import visits
 from fusecomp.planning.workload import Workload
@@ -193,7 +193,7 @@ def _allowed(device: Device, budget: int | None) -> int:
 
 def _too_large(cost: Cost, budget: int, device: Device) -> str:
     """Why a tile cannot run well, in numbers; empty where it can."""
-    if cost.smem_bytes > budget:
+    if cost.smem_bytes > min(budget, usable(device)):
         return f"needs {cost.smem_bytes} B of shared memory, {budget} usable"
     if cost.registers > device.registers_per_thread + SPILL_LIMIT:
         return f"needs {cost.registers} registers a thread, {device.registers_per_thread} there are"

@@ -158,6 +158,12 @@ def drawn_bytes(release: tuple[int, ...]) -> int:
     return 4 if release >= (3, 8) else 1
 
 
+def usable(device: Device) -> int:
+    """Shared memory that a tile is planned for, B: 1 KB less under a release whose kernels were not measured, as 3.9
+    exchanges a number more of some rows."""
+    return device.smem_bytes - (0 if triton_release() == (3, 7) else 1024)
+
+
 def _parts(tile: Tile, known: Facts) -> int:
     """In how many parts float32 scores go from the layout of a product to that of what is read for each pair."""
     width = known.load_width
