@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from corpus import learned, score
+from corpus import learned, logsums, score
 from regions import Variant
 from torch import Tensor
 from torch.nn import functional
@@ -279,7 +279,10 @@ def test_dropout_under_cuda_graphs() -> None:
     assert not torch.equal(*runs)
 
 
-@pytest.mark.parametrize("case", learned.CASES, ids=lambda c: c.name)
+KEPT = [c for c in logsums.CASES if c.expect == "fuse"]
+
+
+@pytest.mark.parametrize("case", [*learned.CASES, *KEPT], ids=lambda c: c.name)
 def test_what_learns(case: Any) -> None:
     how = ["--option", "inner=aot_eager", "--option", "lowering=triton"]
     for dtype in case.dtypes:
