@@ -12,6 +12,7 @@ from dataclasses import replace
 from fusecomp.codegen.cheaper import cheaper
 from fusecomp.codegen.frame import Frame
 from fusecomp.ir.expr import Apply, Const, Expr, Load, Var, parts, variables
+from fusecomp.ir.ranges import reach
 from fusecomp.ir.region import Access, AttentionRegion, extent
 from fusecomp.planning.tile import TilePlan
 
@@ -46,7 +47,15 @@ def expresses(region: AttentionRegion) -> bool:
     used = [x for e in (cheaper(region.score), *region.keep) for x in parts(e) if isinstance(x, Apply)]
     batch = {v.name for v in region.batch}
     sink = region.sink is None or variables(region.sink) <= batch
-    return sink and not any(x.op in UNKNOWN for x in used) and all(in_rows(region, a) for a in accesses)
+    known = not any(x.op in UNKNOWN for x in used)
+    return sink and known and not ends_within(region) and all(in_rows(region, a) for a in accesses)
+
+
+def ends_within(region: AttentionRegion) -> bool:
+    """Whether the keys of all rows end at one number: what lies from there on is never read, so a program may have
+    zeroed it (patterns/operands.py). Its descriptors end at N, known to the host."""
+    ends = reach(region.keep, region.q_idx.name, region.kv_idx.name).upper
+    return any(not x.slope and not variables(x.edge) for x in ends)
 
 
 def in_rows(region: AttentionRegion, a: Access) -> bool:

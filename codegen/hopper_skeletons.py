@@ -273,10 +273,11 @@ def in_rows(x):
     return x if whole else x.clone(memory_format=torch.contiguous_format)
 
 
-def described(x, block):
-    """A tensor descriptor of x, copied in blocks of that shape."""
+def described(x, block, rows):
+    """A tensor descriptor of x, copied in blocks of that shape. What lies after its first `rows` reads as zeros."""
+    shape = [rows if n > 1 else size for n, size in zip(block[:-1], x.shape[:-1], strict=True)] + [x.shape[-1]]
     layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=len(block))
-    return TensorDescriptor(x, list(x.shape), list(x.stride()), block, layout)
+    return TensorDescriptor(x, shape, list(x.stride()), block, layout)
 
 
 def section_of(outer, keys):

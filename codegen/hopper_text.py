@@ -6,7 +6,7 @@ import re
 from collections.abc import Sequence
 
 from fusecomp.codegen.base2 import LOG2E, scaled
-from fusecomp.codegen.frame import Frame
+from fusecomp.codegen.frame import Frame, may_be_minus_inf
 from fusecomp.codegen.hopper import KEYS, REGISTERS, blocks, expresses, output_index
 from fusecomp.codegen.hopper_skeletons import (
     ATTENTION,
@@ -29,7 +29,7 @@ from fusecomp.codegen.source import names_read, tidy
 from fusecomp.codegen.tile import scored
 from fusecomp.errors import KernelError
 from fusecomp.ir.algebra import apply
-from fusecomp.ir.expr import Const, Expr, Var
+from fusecomp.ir.expr import Const, Expr, Var, parts
 from fusecomp.ir.poly import poly
 from fusecomp.ir.region import extent
 
@@ -194,7 +194,10 @@ def _sink(frame: Frame) -> str:
 
 def _least(frame: Frame) -> str:
     """What a row's maximum begins at: finite, so that a row that has seen no key subtracts a number."""
-    return literal(-FLOAT_MAX) if frame.sink is None else _sink(frame)
+    least = literal(-FLOAT_MAX)
+    if frame.sink is None:
+        return least
+    return f"gl.maximum({_sink(frame)}, {least})" if any(map(may_be_minus_inf, parts(frame.sink))) else _sink(frame)
 
 
 def _finish(frame: Frame, saves_lse: bool) -> Lines:
@@ -222,12 +225,14 @@ def _launch(frame: Frame, params: list[str], saves_lse: bool) -> Lines:
     empty = no_keys(frame)
     if empty and saves_lse:
         empty.insert(1, '    lse.fill_(float("-inf"))')
+    m, n = (triton_text(v.size, frame.names) for v in (frame.q_idx, frame.kv_idx))
     names = dict.fromkeys((product.q.operand, product.k.operand, region.v.operand))
     outer = " * ".join(outer_sizes(frame)) or "1"
-    keys = f"{triton_text(frame.kv_idx.size, frame.names)} * {4 * size // region.q_per_kv()}"
+    keys = f"{n} * {4 * size // region.q_per_kv()}"
     section = f"section_of({outer}, {keys})" if frame.heavy_last else "1"
     tensors = {"q": product.q.operand, "k": product.k.operand, "v": region.v.operand, "out": "written"}
-    described = [f"{t}_desc = described({tensors[t]}, {block})" for t, block in blocks(frame).items()]
+    rows = {"q": m, "k": n, "v": n, "out": m}
+    described = [f"{t}_desc = described({tensors[t]}, {block}, {rows[t]})" for t, block in blocks(frame).items()]
     arguments = wrapped([*map(argument, params), f"num_warps={frame.plan.warps}", f"maxnreg={REGISTERS}"], 8)
     return [
         *unpacked(region),
@@ -235,7 +240,7 @@ def _launch(frame: Frame, params: list[str], saves_lse: bool) -> Lines:
         f"{', '.join(names)} = {', '.join(f'in_rows({name})' for name in names)}",
         "written = in_rows(out)",
         *described,
-        f"tiles = {outer} * triton.cdiv({triton_text(frame.q_idx.size, frame.names)}, BLOCK_M.value)",
+        f"tiles = {outer} * triton.cdiv({m}, BLOCK_M.value)",
         f"section = {section}",
         "counter = torch.zeros(1, dtype=torch.int32, device=out.device)",
         "programs = min(tiles, torch.cuda.get_device_properties(out.device).multi_processor_count)",

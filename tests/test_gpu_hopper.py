@@ -135,6 +135,29 @@ def test_nothing_outside_the_operands_is_read() -> None:
         assert torch.equal(fast(*inside), fast(*poisoned))
 
 
+def test_rows_past_the_end_of_a_cache_hold_anything() -> None:
+    def fn(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return full(q, k[:, :, :300], v[:, :, :300])
+
+    args = [torch.randn(2, 3, 512, 64, device="cuda", dtype=torch.bfloat16) for _ in range(3)]
+    for x in args[1:]:
+        x[:, :, 300:] = float("nan")
+    compared(fn, args)
+
+
+def test_a_sink_that_is_none() -> None:
+    """-inf for some heads, and rows whose last tile of keys is hidden."""
+
+    def fn(q: Tensor, k: Tensor, v: Tensor, logits: Tensor) -> Tensor:
+        i, j = places(q, k)
+        s = scores(q, k).masked_fill(j > i - 100 * (i > 200), float("-inf"))
+        s = torch.cat([s, logits[:, None, None].expand(*s.shape[:3], 1)], -1)
+        return s.softmax(-1)[..., :-1] @ v
+
+    args = [torch.randn(2, 3, 613, 64, device="cuda", dtype=torch.bfloat16) for _ in range(3)]
+    compared(fn, [*args, torch.tensor([0.5, float("-inf"), 1.0], device="cuda", dtype=torch.bfloat16)])
+
+
 def test_gradients() -> None:
     """Its log-sum-exp is what the generated backward kernels take."""
     args = [torch.randn(2, 4, 300, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True) for _ in range(3)]

@@ -10,6 +10,8 @@ import sys
 from dataclasses import replace
 
 import pytest
+import torch
+from golden import causal_hopper
 from golden_kernels import paged
 from kernels import tiles
 from regions import H, M, N, age, attention, b, causal, dropout, filled, grouped, h, kv_idx, load, q_idx, score, times
@@ -45,6 +47,7 @@ EXPRESSED = {
     "alibi": half(ALIBI, causal, loads=[((H,), "float32")]),
     "documents": half(SCALED, DOCUMENTS, loads=[((Size("B"), N), "int64")]),
     "sink": half(SCALED, causal, sink=load(0, h), loads=[((H,), "float32")]),
+    "lengths": half(SCALED, apply("gt", load(0, b, dtype="int64"), kv_idx), loads=[((Size("B"),), "int64")]),
     "bias": half(apply("add", SCALED, load(0, h, q_idx, kv_idx)), loads=[((H, M, N), "float32")]),
 }
 NOT = {
@@ -57,6 +60,7 @@ NOT = {
     "the larger of two": half(apply("max", SCALED, Const(0.0))),
     "a sink of each row": half(SCALED, sink=load(0, q_idx), loads=[((M,), "float32")]),
     "another result": half(out_dtype="float32"),
+    "keys that end at one number": half(SCALED, apply("gt", load(0, dtype="int64"), kv_idx), loads=[((), "int64")]),
 }
 
 
@@ -99,6 +103,23 @@ def test_only_the_first_tile_of_a_causal_row_needs_its_mask() -> None:
     assert "above" not in emit(region, specialised(region, tiles(region))).text
     region = EXPRESSED["last queries"]
     assert "for block in range(1, above):" in emit(region, specialised(region, tiles(region))).text
+
+
+def test_keys_end_where_the_program_ended_them() -> None:
+    """K and V may be the first N rows of something longer, whose other rows may hold anything: 0 times NaN is NaN."""
+    room = torch.empty(2, 3, 512, 128, dtype=torch.bfloat16)
+    assert causal_hopper.described(room, [1, 1, 128, 128], 300).shape == [2, 3, 300, 128]
+    region = EXPRESSED["full"]
+    assert "v_desc = described(v, [1, 1, 128, 128], N)" in emit(region, specialised(region, tiles(region))).text
+
+
+def test_maxima_begin_at_a_finite_number() -> None:
+    """A sink of -inf is a head without one: rows whose last keys are all hidden would subtract -inf from -inf."""
+    region = EXPRESSED["sink"]
+    text = " ".join(emit(region, specialised(region, tiles(region))).text.split())
+    assert "SCALE, gl.maximum(load0_value * 1.4426950408889634, -3.4028234663852886e+38)" in text
+    one = emit(half(sink=Const(0.0)), specialised(half(sink=Const(0.0)), tiles(half()))).text
+    assert "row_max = gl.maximum(gl.max(score, axis=1) * SCALE, 0.0)" in one
 
 
 LONG = {"B": 4, "H": 16, "M": 4096, "N": 4096}

@@ -299,10 +299,11 @@ def in_rows(x):
     return x if whole else x.clone(memory_format=torch.contiguous_format)
 
 
-def described(x, block):
-    """A tensor descriptor of x, copied in blocks of that shape."""
+def described(x, block, rows):
+    """A tensor descriptor of x, copied in blocks of that shape. What lies after its first `rows` reads as zeros."""
+    shape = [rows if n > 1 else size for n, size in zip(block[:-1], x.shape[:-1], strict=True)] + [x.shape[-1]]
     layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=len(block))
-    return TensorDescriptor(x, list(x.shape), list(x.stride()), block, layout)
+    return TensorDescriptor(x, shape, list(x.stride()), block, layout)
 
 
 def section_of(outer, keys):
@@ -320,10 +321,10 @@ def launch(out, tensors, sizes):
         return
     q, k, v = in_rows(q), in_rows(k), in_rows(v)
     written = in_rows(out)
-    q_desc = described(q, [1, 1, 64, 128])
-    k_desc = described(k, [1, 1, 128, 128])
-    v_desc = described(v, [1, 1, 128, 128])
-    out_desc = described(written, [1, 1, 64, 128])
+    q_desc = described(q, [1, 1, 64, 128], M)
+    k_desc = described(k, [1, 1, 128, 128], N)
+    v_desc = described(v, [1, 1, 128, 128], N)
+    out_desc = described(written, [1, 1, 64, 128], M)
     tiles = B * H * triton.cdiv(M, BLOCK_M.value)
     section = section_of(B * H, N * 512)
     counter = torch.zeros(1, dtype=torch.int32, device=out.device)
