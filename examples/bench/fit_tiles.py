@@ -38,8 +38,8 @@ MODELS: dict[str, tuple[Model, dict[str, float]]] = {
 }  # fmt: skip
 KERNELS = {"queries": "query_gradient", "keys": "key_gradients"}
 H200 = device.find("h200")
-LIMITS = {"STREAM": 1.09}
-"""4.8 TB/s: what the data sheet says."""
+LIMITS = {"STREAM": 1.09, "SPREAD": 1.0}
+"""4.8 TB/s, which the data sheet says; Graham's bound."""
 SOFT = 0.01
 """Relative difference of predictions that a fit does not rely on."""
 
@@ -150,8 +150,20 @@ def sets(record: Mapping[str, Any]) -> dict[str, Set]:
         case = Case(**row["case"])
         ran = [t for t in row["tiles"] if t[at] is not None]
         tiles = [Tile(**dict(zip(record["columns"][:at], t, strict=False))) for t in ran]
-        found[model_of(case)].add(case, inputs(case, tiles), [t[at] for t in ran])
+        found[model_of(case)].add(case, inputs(case, tiles), settled(case, tiles, [t[at] for t in ran]))
     return {name: s for name, s in found.items() if s.names}
+
+
+def settled(case: Case, tiles: Sequence[Tile], us: Sequence[float]) -> list[float]:
+    """Times, those of one launch under several names the least of them: decoding for one program of a multiprocessor,
+    or for two, may make the same grid of the same kernel, and a few in a hundred were timed beside something else."""
+    if case.kind != "decode":
+        return list(us)
+    launch, least = Launch(case.region, case.sizes, H200, decode=True), {}
+    same = [(replace(t, resident=0), launch.inputs(t)["CAP"], launch.quantities(t)["programs"]) for t in tiles]
+    for key, time in zip(same, us, strict=True):
+        least[key] = min(time, least.get(key, time))
+    return [least[key] for key in same]
 
 
 def inputs(case: Case, tiles: Sequence[Tile]) -> list[dict[str, float]]:

@@ -32,24 +32,25 @@ from fusecomp.planning.resources import (
 from fusecomp.planning.symbols import *
 
 FITTED = {
-    "SETUP": 2.78e-07,  # s: a program's start and its last stores
-    "DESCRIBE": 2.41e-06,  # s: more of a program's start where it makes descriptors
-    "WAIT": 2.58e-07,  # s: a late load of one tile, with one tile of lookahead; two are enough
-    "WAIT_DESCRIBED": -1.09e-07,  # s: the same, more through descriptors
-    "STEP": 1.04e-07,  # s: the chain of a tile, products and softmax each waiting for the one before, at no pipe
-    "CROSS": 3.85e-07,  # s: more of it for each doubling of the warps that share rows, their maximum and sum
-    "MEET": 0.173,  # part of the time that two groups of warps of one program wait for each other
-    "FMA_PAIR": 3.52,  # FMA slots a pair: scale and subtract, max, sum, convert, less what hides in other slots
-    "TURN": 12.4,  # times that a float32 V takes to be written turned; bank conflicts, presumably
-    "TURN_AHEAD": 5.29,  # more of it where V was loaded ahead, and is read from shared memory first
-    "FMA_VECTOR": 7.45,  # FMA slots for each 16 bytes that a thread loads of K and V itself: addresses, masks
-    "FMA_ROW": 291.0,  # FMA slots a row of a tile: maximum and sum over the four threads that hold it, the new state
-    "TEST_PAIR": 14.1,  # FMA slots a pair of a tile that tests its mask: positions, comparison, selection
-    "L2_SHARE": 0.385,  # of the ports' 64 B a clock that L2 really delivers
+    "SETUP": 9.01e-07,  # s: a program's start and its last stores
+    "DESCRIBE": 2.95e-06,  # s: more of a program's start where it makes descriptors
+    "WAIT": 2.25e-07,  # s: a late load of one tile, with one tile of lookahead; two are enough
+    "WAIT_DESCRIBED": -1.26e-07,  # s: the same, more through descriptors
+    "STEP": 7.24e-08,  # s: the chain of a tile, products and softmax each waiting for the one before, at no pipe
+    "CROSS": 3.73e-07,  # s: more of it for each doubling of the warps that share rows, their maximum and sum
+    "SPREAD": 1.0,  # of the longest program's time, where programs differ, that multiprocessors end apart
+    "MEET": 0.184,  # part of the time that two groups of warps of one program wait for each other
+    "FMA_PAIR": 1.61,  # FMA slots a pair: scale and subtract, max, sum, convert, less what hides in other slots
+    "TURN": 10.7,  # times that a float32 V takes to be written turned; bank conflicts, presumably
+    "TURN_AHEAD": 5.07,  # more of it where V was loaded ahead, and is read from shared memory first
+    "FMA_VECTOR": 8.7,  # FMA slots for each 16 bytes that a thread loads of K and V itself: addresses, masks
+    "FMA_ROW": 276.0,  # FMA slots a row of a tile: maximum and sum over the four threads that hold it, the new state
+    "TEST_PAIR": 7.99,  # FMA slots a pair of a tile that tests its mask: positions, comparison, selection
+    "L2_SHARE": 0.425,  # of the ports' 64 B a clock that L2 really delivers
     "L2_USABLE": 0.6,  # of L2 before K and V wash each other out
-    "WAIT_BIAS": 7.5e-07,  # s: more of a late load where a bias comes with it
-    "SYNC_CHAIN": 1.7,  # times the peak's time that mma.sync takes a lone warp, each product waiting for its operands
-    "SPILL": 3.53,  # times that a spilled register is stored and loaded in a tile
+    "WAIT_BIAS": 7.09e-07,  # s: more of a late load where a bias comes with it
+    "SYNC_CHAIN": 1.28,  # times the peak's time that mma.sync takes a lone warp, each product waiting for its operands
+    "SPILL": 3.51,  # times that a spilled register is stored and loaded in a tile
 }
 """Fitted on one half of the forward workloads in `examples/bench/records/tiles_h200.json`, and judged on the other
 (`examples/bench/fit_tiles.py`)."""
@@ -113,7 +114,7 @@ smem_bytes = tiles * (
     + WGMMA * row_groups * MMA_ROWS * WIDTH * D * Max(1, BLOCK_N / 256)
 )
 smem_s = smem_bytes / SMEM_RATE
-l2_s = tiles * (BLOCK_N * (K_ROW + V_ROW) + LOAD * BLOCK_M * BLOCK_N) / l2
+l2_s = tiles * (BLOCK_N * (K_ROW + V_ROW) / l2 + LOAD * BLOCK_M * BLOCK_N / (L2_RATE * L2_SHARE))
 hbm_s = hbm / HBM_RATE
 spill_s = tiles * threads * 8 * SPILL * SPILLED / SMEM_RATE  # 4 B written and 4 B read, each time
 

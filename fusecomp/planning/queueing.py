@@ -21,7 +21,7 @@ from fusecomp.planning.symbols import *
 MEET, MULTIPLY, ELEMENT, DELAY, EACH, BUSY, MOVING, LAUNCHES = symbols(
     "MEET multiply_s element_s delay_s per_program busy moving_s launch_s"
 )
-HELD, PROGRAMS, VISITED, FILL = symbols("resident programs tiles fill_s")
+HELD, PROGRAMS, VISITED, FILL, SPREAD = symbols("resident programs tiles fill_s SPREAD")
 
 
 def _lap(m: Any, e: Any, groups: Any) -> tuple[Any, Any, Any]:
@@ -49,7 +49,8 @@ full = taken(Min(HELD, most))
 rounds = share * ((most - rest) * full + rest * taken(Max(1, rest)))
 alone = share * FILL + LONGEST * (taken(1) - FILL) * SMS / VISITED  # the longest program by itself
 filled = most * share * full
-working = Max(filled + (rounds - filled) * Max(0, 2 * level - 1), alone)
+spread = SPREAD * (1 - level) * alone  # what uneven programs leave idle at the end (Graham's bound, 1969, at SPREAD 1)
+working = Max(filled + (rounds - filled) * Max(0, 2 * level - 1) + spread, alone)
 hidden = DELAY * BUSY / (Min(HELD, most) * EACH) + LAUNCHES
 TIMES: dict[str, Equation] = {
     "working_s": (working, "s of the busiest multiprocessor's pipes"),
