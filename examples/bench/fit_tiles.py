@@ -38,8 +38,8 @@ MODELS: dict[str, tuple[Model, dict[str, float]]] = {
 }  # fmt: skip
 KERNELS = {"queries": "query_gradient", "keys": "key_gradients"}
 H200 = device.find("h200")
-LIMITS = {"STREAM": 1.09, "SPREAD": 1.0}
-"""4.8 TB/s, which the data sheet says; Graham's bound."""
+LIMITS = {"STREAM": 1.09, "SPREAD": 1.0, "BACK_MMA": 1.0}
+"""4.8 TB/s, which the data sheet says; Graham's bound; the peak."""
 SOFT = 0.01
 """Relative difference of predictions that a fit does not rely on."""
 
@@ -86,15 +86,18 @@ class Set:
 
     def __init__(self, model: str) -> None:
         self.model, self.names, self.halves, self.spans = model, [], [], []
-        allocation, *times = MODELS[model][0].pages
-        self.allocation, self.times = allocation, [Page(page.equations, ARRAYS) for page in times]
+        pages = MODELS[model][0].pages
+        self.allocation = [page for page in pages if "smem" in page.equations]
+        self.times = [Page(page.equations, ARRAYS) for page in pages if page not in self.allocation]
         self.rows: list[dict[str, float]] = []
         self.us = np.zeros(0)
 
     def add(self, case: Case, inputs: Sequence[dict[str, float]], us: Sequence[float]) -> None:
         """Shared memory and registers are no times: they are computed once."""
         self.spans.append(slice(len(self.rows), len(self.rows) + len(us)))
-        self.rows += [{**given, **self.allocation(given)} for given in inputs]
+        for page in self.allocation:
+            inputs = [{**given, **page(given)} for given in inputs]
+        self.rows += inputs
         self.us = np.append(self.us, us)
         self.names.append(case.name)
         self.halves.append(HALVES.get(case, 1))

@@ -32,25 +32,25 @@ from fusecomp.planning.resources import (
 from fusecomp.planning.symbols import *
 
 FITTED = {
-    "SETUP": 9.01e-07,  # s: a program's start and its last stores
-    "DESCRIBE": 2.95e-06,  # s: more of a program's start where it makes descriptors
-    "WAIT": 2.25e-07,  # s: a late load of one tile, with one tile of lookahead; two are enough
-    "WAIT_DESCRIBED": -1.26e-07,  # s: the same, more through descriptors
-    "STEP": 7.24e-08,  # s: the chain of a tile, products and softmax each waiting for the one before, at no pipe
-    "CROSS": 3.73e-07,  # s: more of it for each doubling of the warps that share rows, their maximum and sum
+    "SETUP": 9.57e-07,  # s: a program's start and its last stores
+    "DESCRIBE": 2.86e-06,  # s: more of a program's start where it makes descriptors
+    "WAIT": 2.33e-07,  # s: a late load of one tile, with one tile of lookahead; two are enough
+    "WAIT_DESCRIBED": -1.25e-07,  # s: the same, more through descriptors
+    "STEP": 6.29e-08,  # s: the chain of a tile, products and softmax each waiting for the one before, at no pipe
+    "CROSS": 3.08e-07,  # s: more of it for each doubling of the warps that share rows, their maximum and sum
     "SPREAD": 1.0,  # of the longest program's time, where programs differ, that multiprocessors end apart
-    "MEET": 0.184,  # part of the time that two groups of warps of one program wait for each other
-    "FMA_PAIR": 1.61,  # FMA slots a pair: scale and subtract, max, sum, convert, less what hides in other slots
-    "TURN": 10.7,  # times that a float32 V takes to be written turned; bank conflicts, presumably
-    "TURN_AHEAD": 5.07,  # more of it where V was loaded ahead, and is read from shared memory first
-    "FMA_VECTOR": 8.7,  # FMA slots for each 16 bytes that a thread loads of K and V itself: addresses, masks
-    "FMA_ROW": 276.0,  # FMA slots a row of a tile: maximum and sum over the four threads that hold it, the new state
-    "TEST_PAIR": 7.99,  # FMA slots a pair of a tile that tests its mask: positions, comparison, selection
-    "L2_SHARE": 0.425,  # of the ports' 64 B a clock that L2 really delivers
+    "MEET": 0.143,  # part of the time that two groups of warps of one program wait for each other
+    "FMA_PAIR": 2.08,  # FMA slots a pair: scale and subtract, max, sum, convert, less what hides in other slots
+    "TURN": 10.8,  # times that a float32 V takes to be written turned; bank conflicts, presumably
+    "TURN_AHEAD": 4.41,  # more of it where V was loaded ahead, and is read from shared memory first
+    "FMA_VECTOR": 8.82,  # FMA slots for each 16 bytes that a thread loads of K and V itself: addresses, masks
+    "FMA_ROW": 288.0,  # FMA slots a row of a tile: maximum and sum over the four threads that hold it, the new state
+    "TEST_PAIR": 11.0,  # FMA slots a pair of a tile that tests its mask: positions, comparison, selection
+    "L2_SHARE": 0.424,  # of the ports' 64 B a clock that L2 really delivers
     "L2_USABLE": 0.6,  # of L2 before K and V wash each other out
-    "WAIT_BIAS": 7.09e-07,  # s: more of a late load where a bias comes with it
-    "SYNC_CHAIN": 1.28,  # times the peak's time that mma.sync takes a lone warp, each product waiting for its operands
-    "SPILL": 3.51,  # times that a spilled register is stored and loaded in a tile
+    "WAIT_BIAS": 5.09e-07,  # s: more of a late load where a bias comes with it
+    "SYNC_CHAIN": 1.06,  # times the peak's time that mma.sync takes a lone warp, each product waiting for its operands
+    "SPILL": 3.34,  # times that a spilled register is stored and loaded in a tile
 }
 """Fitted on one half of the forward workloads in `examples/bench/records/tiles_h200.json`, and judged on the other
 (`examples/bench/fit_tiles.py`)."""

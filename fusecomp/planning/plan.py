@@ -161,14 +161,23 @@ def _ranked(
 ) -> tuple[Row, ...]:
     """All candidates, the chosen one first."""
     kind = skeleton(region, dict(sizes))
-    launch = Launch(region, dict(sizes), device, kind == "decode")
-    costed = [(tile, cost_of(launch.quantities(tile))) for tile in candidates(launch, describable)]
+    costed = _costed(region, sizes, device, kind, describable)
+    if kind == "decode" and min(cost.smem_bytes for _, cost in costed) > budget:  # the heads of a group are too many
+        kind = "prefill"
+        costed = _costed(region, sizes, device, kind, describable)
     refused = {tile: _too_large(cost, budget, device) for tile, cost in costed}
     fits = [tc for tc in costed if not refused[tc[0]]] or [_last_resort(costed, budget)]
     fits = _by_merit(fits)
     best = fits[0][1]
     losers = [Row(t, kind, c, refused[t]) for t, c in costed if refused[t] and t != fits[0][0]]
     return (*(Row(t, kind, c, _slower(c, best)) for t, c in fits), *losers)
+
+
+def _costed(
+    region: AttentionRegion, sizes: tuple[tuple[str, int], ...], device: Device, kind: str, describable: bool
+) -> list[tuple[Tile, Cost]]:
+    launch = Launch(region, dict(sizes), device, kind == "decode")
+    return [(tile, cost_of(launch.quantities(tile))) for tile in candidates(launch, describable)]
 
 
 def _by_merit(fits: list[tuple[Tile, Cost]]) -> list[tuple[Tile, Cost]]:
