@@ -200,3 +200,17 @@ def test_sparse_masks_beside_attention() -> None:
     torch._dynamo.reset()
     args = qkv()
     torch.testing.assert_close(compiled(fn, fullgraph=False, strict=False)(*args), fn(*args), rtol=1e-4, atol=1e-4)
+
+
+def test_numbers_that_change() -> None:
+    """A Python number is a tensor's item under dynamic=True: each value is a graph of its own, and verified with it."""
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+        scores = torch.baddbmm(q.new_zeros(1, 1, 1), q, k.mT, beta=0, alpha=scale)
+        return scores.softmax(-1) @ v
+
+    fast = torch.compile(attend, backend="fusecomp", dynamic=True, options={"inner": "aot_eager", "strict": True})
+    args = [torch.randn(4, 9, 16) for _ in range(3)]
+    for scale in (0.25, 0.7, 1.3):
+        torch.testing.assert_close(fast(*args, scale), attend(*args, scale))
+    assert fusecomp.counters()["fallbacks"] == 0

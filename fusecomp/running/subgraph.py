@@ -35,8 +35,9 @@ def run_original(
         return env[node]
 
     def computed(node: Node) -> bool:
-        on_path = node in match.path or isinstance(node.meta.get("val"), list | tuple)
-        return on_path and node.op == "call_function"
+        val = node.meta.get("val")
+        on_path = node in match.path or isinstance(val, list | tuple)
+        return on_path and node.op == "call_function" and not fixed(val)
 
     def call(node: Node) -> Any:
         args = torch.fx.map_arg(node.args, value)
@@ -93,6 +94,13 @@ def concrete(n: Any) -> Any:
     if n.node.hint is not None:
         return kind(n.node.hint)
     return kind(n.node.expr.xreplace({s: assumed(s, n.node.shape_env) for s in n.node.expr.free_symbols}))
+
+
+def fixed(n: Any) -> bool:
+    """Whether a node's value is a number that the graph is compiled for: what it is read from lends only its shape."""
+    if isinstance(n, torch.SymInt | torch.SymFloat):
+        return bool(n.node.expr.is_number)
+    return isinstance(n, int | float)
 
 
 def assumed(symbol: Any, env: Any) -> Any:
