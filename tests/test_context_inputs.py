@@ -202,15 +202,20 @@ def test_sparse_masks_beside_attention() -> None:
     torch.testing.assert_close(compiled(fn, fullgraph=False, strict=False)(*args), fn(*args), rtol=1e-4, atol=1e-4)
 
 
-def test_numbers_that_change() -> None:
-    """A Python number is a tensor's item under dynamic=True: each value is a graph of its own, and verified with it."""
+SHRINK = 32**-0.5
 
-    def attend(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-        scores = torch.baddbmm(q.new_zeros(1, 1, 1), q, k.mT, beta=0, alpha=scale)
+
+def test_a_number_that_the_graph_is_compiled_for() -> None:
+    """Under dynamic=True it is a tensor's item: verification takes its value, not that of whatever stands for the
+    tensor."""
+
+    def fn(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        scores = torch.baddbmm(q.new_zeros(1, 1, 1), q, k.mT, beta=0, alpha=SHRINK)
         return scores.softmax(-1) @ v
 
-    fast = torch.compile(attend, backend="fusecomp", dynamic=True, options={"inner": "aot_eager", "strict": True})
+    fusecomp.reset()
+    fast = torch.compile(fn, backend="fusecomp", dynamic=True, options={"inner": "aot_eager"})
     args = [torch.randn(4, 9, 16) for _ in range(3)]
-    for scale in (0.25, 0.7, 1.3):
-        torch.testing.assert_close(fast(*args, scale), attend(*args, scale))
+    torch.testing.assert_close(fast(*args), fn(*args))
     assert fusecomp.counters()["fallbacks"] == 0
+    assert fusecomp.counters()["fused"] >= 1
