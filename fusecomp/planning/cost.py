@@ -66,7 +66,7 @@ L2_SHARE, L2_USABLE, WAIT_BIAS = symbols("L2_SHARE L2_USABLE WAIT_BIAS")
 
 # Programs: one for each query tile of a head (of a group of PACK heads) and each part of its keys
 query_tiles = ceiling(M / floor(BLOCK_M / PACK))
-by_registers = REGS_PER_SM / (Min(TAKEN, REGS_MAX) * threads)
+by_registers = REGS_PER_SM / (Min(REGS, REGS_MAX) * threads)
 resident = Max(1, floor(Min(SMEM_PER_SM / (SHARED + SMEM_RESERVED), by_registers, THREADS_PER_SM / threads)))
 slots = SMS * resident
 programs = HEADS / PACK * query_tiles

@@ -60,7 +60,7 @@ registers = (
 )
 spilled = Max(0, registers - REGS_MAX)
 
-by_registers = REGS_PER_SM / (Min(TAKEN, REGS_MAX) * threads)
+by_registers = REGS_PER_SM / (Min(REGS, REGS_MAX) * threads)
 resident = Max(1, floor(Min(SMEM_PER_SM / (SHARED + SMEM_RESERVED), by_registers, THREADS_PER_SM / threads)))
 programs = FIXED_HEADS * ceiling(FIXED_ROWS / FIXED)
 waves = programs / (SMS * resident)

@@ -43,6 +43,6 @@ SPLIT, WGMMA, TCGEN05, MMA_SYNC, DOT, CROSSES, REGROUPED, BYTES, DRAWN, PARTS, M
     "SPLIT WGMMA TCGEN05 MMA_SYNC DOT CROSSES REGROUPED BYTES DRAWN PARTS MMA_ROWS NATIVE DESC"
 )
 # What the resources of a program come to, on the pages after them
-SHARED, TAKEN, SPILLED = symbols("smem registers spilled")
+SHARED, REGS, SPILLED = symbols("smem registers spilled")
 
 threads = WARPS * WARP
