@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 
 from fusecomp.codegen.backward_frame import GradientFrame, roles
@@ -39,10 +40,17 @@ def places(frame: GradientFrame) -> list[tuple[str, Expr, str]]:
 
 
 def _disjoint(a: Access, b: Access, fixed: dict[Expr, Expr]) -> bool:
-    """Whether two accesses of one tensor provably never meet: in some coordinate one stays below the other."""
+    """Whether two accesses of one tensor provably never meet: in some coordinate one stays below the other, or does so
+    within every period, as heads of Q, K and V side by side do."""
     mine, other = sized(a.index, fixed), sized(b.index, fixed)
     other = tuple(transform(e, lambda x: Var(f"{x.name}'", x.size) if isinstance(x, Var) else None) for e in other)
-    return any(below(x, y) or below(y, x) for x, y in zip(mine, other, strict=True))
+    return any(_apart(x, y) for x, y in zip(mine, other, strict=True))
+
+
+def _apart(x: Expr, y: Expr) -> bool:
+    periods = sorted({c for e in (x, y) for m, c in poly(e).items() if m and c > 1})
+    pairs = [(x, y), *((apply("mod", x, Const(c)), apply("mod", y, Const(c))) for c in periods)]
+    return any(below(a, b) or below(b, a) for a, b in pairs)
 
 
 def sized(index: Iterable[Expr], fixed: dict[Expr, Expr]) -> tuple[Expr, ...]:
@@ -87,7 +95,8 @@ def digits(e: Expr, known: frozenset[Expr] = frozenset()) -> frozenset[Expr]:
         ((monomial, _),) = moving.items()
         factors = [f for f in monomial if _varies(f, known)]
         return frozenset(factors) if len(factors) == 1 else frozenset()
-    rest = from_poly(moving)
+    step = math.gcd(*moving.values())
+    rest = from_poly({m: c // step for m, c in moving.items()})
     for f in {f for m in moving for f in m if _varies(f, known)}:
         radix = _radix(f)
         if radix is not None and apply("mod", rest, radix) == f:

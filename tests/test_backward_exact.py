@@ -52,6 +52,8 @@ def times(x: Expr, n: Expr) -> Expr:
         ((h, plus(q_idx, h)), "h q_idx"),
         ((plus(times(mod(w, four), Const(8)), d), div(w, four)), "w d"),
         ((div(w, four), plus(mod(div(w, Const(2)), Const(2)), times(mod(w, Const(2)), Const(2)))), "w"),
+        ((plus(times(d, three), times(h, Const(24))),), "d h"),
+        ((plus(times(d, three), times(h, Const(18))),), ""),
         ((div(b, six), mod(b, three)), ""),
         ((mod(b, six),), ""),
         ((plus(h, g),), ""),
@@ -88,13 +90,14 @@ def test_requests_and_heads_in_one_axis(interpreter: Interpreter) -> None:
     agree(interpreter, folded(), args, {**SIZES, "B": 6})
 
 
-def packed() -> AttentionRegion:
+def packed(head: int = 16, part_of: int = 48, step: int = 1) -> AttentionRegion:
     """Q, K and V beside each other in [B, L, 3 H D]."""
     r = attention(scaled_score, causal)
     x, y, p = r.products[0].d, r.dv, r.products[0]
 
     def part(row: Var, i: int, column: Var) -> Access:
-        return Access("qkv", (b, row, plus(times(h, Const(16)), column, Const(48 * i))))
+        place = plus(times(h, Const(head)), times(column, Const(step)), Const(part_of * i))
+        return Access("qkv", (b, row, place))
 
     operand = Operand("qkv", (B, Size("L"), Const(144)), "float32")
     product = replace(p, q=part(q_idx, 0, x), k=part(kv_idx, 1, x))
@@ -105,6 +108,14 @@ def test_a_packed_projection(interpreter: Interpreter) -> None:
     with pytest.raises(KernelError, match="may be the same element"):  # of four heads they would meet
         emit_backward(packed(), small(packed()), frozenset(), (("H", 4),))
     agree(interpreter, packed(), [normal(2, 37, 144)], {**SIZES, "M": 37}, fixed=(("H", 3),))
+
+
+@pytest.mark.parametrize(("part_of", "step"), [(16, 1), (1, 3)])
+def test_heads_of_a_packed_projection_side_by_side(interpreter: Interpreter, part_of: int, step: int) -> None:
+    """Each head's Q, K and V after each other, or element by element."""
+    agree(interpreter, packed(48, part_of, step), [normal(2, 37, 144)], {**SIZES, "M": 37})
+    with pytest.raises(KernelError, match="may be the same element"):
+        emit_backward(packed(48, 15 if step == 1 else 3, step), small(packed()))
 
 
 def test_an_axis_of_length_1(interpreter: Interpreter) -> None:
