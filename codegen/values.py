@@ -41,13 +41,22 @@ def address_values(indices: Iterable[Expr], kv_idx: str, known: Values) -> Value
 def _named(found: Iterable[Expr], kv_idx: str, varying: str) -> Values:
     hoisted: dict[Expr, str] = {}
     tiles: dict[Expr, str] = {}
-    for x in dict.fromkeys(found):
+    for x in _parts_first(found):
         changes = _changes(x, kv_idx)
         into = tiles if changes else hoisted
         into[x] = _fresh(_stem(x, varying if changes else "value"), {*hoisted.values(), *tiles.values()})
     loads = tuple((name, x) for x, name in tiles.items() if isinstance(x, Load))
     drawn = tuple((name, x) for x, name in tiles.items() if isinstance(x, Apply))
     return Values(tuple((name, x) for x, name in hoisted.items()), loads, drawn)
+
+
+def _parts_first(found: Iterable[Expr]) -> list[Expr]:
+    """Each once, before the first that it is a part of."""
+    ordered: list[Expr] = []
+    for x in dict.fromkeys(found):
+        place = next((i for i, y in enumerate(ordered) if x in parts(y)), len(ordered))
+        ordered.insert(place, x)
+    return ordered
 
 
 def _stem(x: Expr, ending: str) -> str:

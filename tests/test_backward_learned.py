@@ -70,6 +70,9 @@ REGIONS: dict[str, AttentionRegion] = {
     "bias_of_keys_and_heads": biased(h, kv_idx, shape=(H, N)),
     "bias_of_queries": biased(q_idx, 0, shape=(M, 1)),
     "slopes": attention(apply("sub", scaled_score, apply("mul", age, load(0, h))), causal, loads=[((H,), FLOAT)]),
+    "slopes_of_an_exponential": attention(
+        apply("sub", scaled_score, apply("mul", apply("exp", load(0, h)), apply("abs", age))), loads=[((H,), FLOAT)]
+    ),
     "temperature": scaled(h, 0, 0, shape=(H, 1, 1)),
     "temperature_of_all": scaled(shape=()),
     "temperature_of_queries": scaled(b, h, q_idx, 0, shape=(B, H, M, 1)),
