@@ -34,7 +34,6 @@ WORST, CORRELATION = 1.10, 0.8
 SLOW = {
     "n=1024 heads=32 kv_heads=8 m=1 kind=decode": 1.13,
     "n=1024 d=64 causal=True batch=8 kind=queries": 1.14,
-    "n=1024 heads=32 kv_heads=8 m=1 kind=decode page=16": 1.14,
     "n=2048 d=64 batch=4 bias=True": 1.15,
     "n=4096 d=64 bias=True": 1.12,
     "n=2048 d=64 batch=4 kind=queries": 1.16,

@@ -35,6 +35,10 @@ TIE = 0.01
 """Times so near each other are one."""
 RESIDENT = (1, 2, 4, 8)
 """Of decoding: programs of a multiprocessor that the keys may be split for."""
+TABLED = (4,), (2,)
+"""Warps and stages of decoding whose keys are found through a table. Two warps have no registers for the addresses, and
+a third stage only looks up where keys lie: of ten such workloads the best tile was at most 0.5 % faster than the best
+with these (examples/bench/records/tiles_h200.json)."""
 SIDES = (16, 32, 64, 128)
 
 
@@ -141,7 +145,8 @@ def candidates(launch: Launch, describable: bool = False) -> Iterator[Tile]:
     ways = ("pointer", "descriptor") if describable and launch.describable else ("pointer",)
     pack = packed(launch.known.group) if launch.decode and launch.known.packs else 1
     tallest = max(16, power(launch.at.m * pack))
-    how = ((2, 4), (2, 3), ways, RESIDENT) if launch.decode else ((4, 8), (1, 2, 3, 4), ways, (0,))
+    schedules = TABLED if launch.known.looked_up else ((2, 4), (2, 3))
+    how = (*schedules, ways, RESIDENT) if launch.decode else ((4, 8), (1, 2, 3, 4), ways, (0,))
     for block_m, block_n, warps, stages, loads, resident in product(SIDES, SIDES, *how):
         fits = pack <= block_m <= tallest and (warps <= 4 or block_m * block_n >= 64 * 64)
         if fits and (loads == "pointer" or (block_m >= 64 and stages > 1)):
