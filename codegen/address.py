@@ -13,7 +13,6 @@ from collections.abc import Mapping, Set
 from dataclasses import dataclass
 
 from fusecomp.codegen.printer import Names, triton_text
-from fusecomp.errors import KernelError
 from fusecomp.ir.algebra import apply, substitute
 from fusecomp.ir.expr import Const, Expr, Load, Size, Var, parts, variables
 from fusecomp.ir.poly import Monomial, Poly, from_poly, poly
@@ -82,11 +81,3 @@ def _is_wide(monomial: Monomial, batch: frozenset[str]) -> bool:
 def at_tile(p: Poly, places: Mapping[Expr, Expr]) -> Poly:
     """The polynomial with the tile's indices replaced, say kv_idx by the key its tile begins at."""
     return poly(substitute(from_poly(p), dict(places)))
-
-
-def require_separable(rows: Poly, allowed: frozenset[str], vectors: frozenset[str], what: str) -> None:
-    """An operand's row offsets may depend on one index of the tile only."""
-    for monomial in rows:
-        mixed = frozenset().union(*(variables(f) for f in monomial)) & vectors - allowed
-        if mixed:
-            raise KernelError(f"{what} mixes {', '.join(sorted(mixed | allowed))} in one coordinate; left to eager")

@@ -30,11 +30,6 @@ class KernelSource:
         """The schedule of one kernel of the file."""
         return self.plan
 
-    @property
-    def region_text(self) -> str:
-        """The mathematics."""
-        return str(self.region)
-
 
 def tidy(kernel: str) -> str:
     """A kernel without the definitions that nothing reads, and without blank lines that separate nothing."""

@@ -185,11 +185,16 @@ def judge_log_sums(match: Match, launch: Launch, sizes: Mapping[str, int], devic
             judged = Judged(got, None, exact, "the log-sum-exp in float64 on sampled rows")
         for fill in (False, True):  # beside which no other row would count
             of = (judged.exact.abs() > FILLED) == fill
-            parts = (None if x is None else x.where(of, 0.0) for x in (judged.got, judged.eager, judged.exact))
-            verdict = judge(Judged(*parts, judged.against), str(s.node.meta["val"].dtype).removeprefix("torch."))
+            verdict = judge(only(judged, of), str(s.node.meta["val"].dtype).removeprefix("torch."))
             if not verdict.passed:
                 return verdict
     return None
+
+
+def only(judged: Judged, of: Tensor) -> Judged:
+    """The comparison at some places."""
+    eager = None if judged.eager is None else judged.eager.where(of, 0.0)
+    return Judged(judged.got.where(of, 0.0), eager, judged.exact.where(of, 0.0), judged.against)
 
 
 def judge_gradients(
