@@ -29,6 +29,7 @@ ROWS = gl.constexpr(gl.SliceLayout(1, SCORES.value))
 Q_TILE = gl.constexpr(gl.DotOperandLayout(0, SCORES.value, 2))
 P_TILE = gl.constexpr(gl.DotOperandLayout(0, OUTPUT.value, 2))
 SHARED = gl.constexpr(gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2))
+BOXES = {n: gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=n) for n in (2, 3, 4, 5)}
 K_FREE, V_FREE, Q_FREE, TURN = «barriers»  # numbers of the hardware's barriers; Triton has those up to 3
 """
 
@@ -276,8 +277,7 @@ def in_rows(x):
 def described(x, block, rows):
     """A tensor descriptor of x, copied in blocks of that shape. What lies after its first `rows` reads as zeros."""
     shape = [rows if n > 1 else size for n, size in zip(block[:-1], x.shape[:-1], strict=True)] + [x.shape[-1]]
-    layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=len(block))
-    return TensorDescriptor(x, shape, list(x.stride()), block, layout)
+    return TensorDescriptor(x, shape, list(x.stride()), block, BOXES[len(block)])
 
 
 def section_of(outer, keys):

@@ -12,6 +12,7 @@ from __future__ import annotations
 import inspect
 import json
 import statistics
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -30,6 +31,8 @@ import fusecomp
 Run = Callable[[], Any]
 COLD = 512 * 2**20
 """B of inputs that one replay goes through, at least."""
+WARM = 0.05
+"""s of replays that are not timed: clocks rise again after a compilation."""
 
 
 @dataclass(frozen=True)
@@ -114,7 +117,8 @@ def exact(x: Inputs, request: int) -> Tensor:
 
 
 def replayed(runs: Sequence[Run], repeats: int = 15) -> float:
-    """Median microseconds of one run."""
+    """Median microseconds of one run, of graphs of at least eight, on a device that has been at work for a while."""
+    runs = [*runs] * -(-8 // len(runs))
     for run in runs:
         run()
     torch.cuda.synchronize()
@@ -122,6 +126,10 @@ def replayed(runs: Sequence[Run], repeats: int = 15) -> float:
     with torch.cuda.graph(graph):
         for run in runs:
             run()
+    begun = time.monotonic()
+    while time.monotonic() - begun < WARM:
+        graph.replay()
+        torch.cuda.synchronize()
     times = []
     for _ in range(repeats):
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))

@@ -75,8 +75,9 @@ def lower(
     tiles = planned(match, sizes, options.batch_invariant)
     special = [] if portable or not hopper.takes(match, sizes, options) else [specialised(region, tiles)]
     if options.tune > 1 and device.type == "cuda" and not options.batch_invariant:
-        run = trial(match, sizes, device)
-        tiles = tuned(region, sizes, options.tune, run, machine(device), described(match, tiles), special)
+        with real_tensors():
+            run = trial(match, sizes, device)
+            tiles = tuned(region, sizes, options.tune, run, machine(device), described(match, tiles), special)
     else:
         tiles = next(iter(special), tiles)
     if not match.learned:
@@ -158,9 +159,8 @@ def generate(match: Match, tiles: TilePlan, saves_lse: bool = False) -> tuple[Ke
 
 def trial(match: Match, sizes: Mapping[str, int], device: torch.device) -> Callable[[TilePlan], Callable[[], object]]:
     """Plan -> a launch of its kernel on random inputs of the graph's shapes."""
-    with real_tensors():
-        tensors, out, lengths = example(match, sizes, device)
-        more = [log_sums(match, sizes, device)] if match.region.lse else []
+    tensors, out, lengths = example(match, sizes, device)
+    more = [log_sums(match, sizes, device)] if match.region.lse else []
 
     def run(tiles: TilePlan) -> Callable[[], object]:
         _, launch = generate(match, tiles)
