@@ -219,7 +219,7 @@ def test_compiles_without_a_gpu(arch: int, kernel: str) -> None:
     assert info.shared <= {80: 166_912, 90: 232_448}[arch]
     if arch == 90:
         # dK and dV whose sums spill a little were the fastest of examples/bench/records/tiles_h200.json
-        assert (info.spills or 0) <= (512 if kernel == "key_gradients" else 0)
+        assert (info.spills or 0) <= (768 if kernel == "key_gradients" else 0)
 
 
 def test_a_generated_file_checks_itself(tmp_path: Path) -> None:
