@@ -30,14 +30,16 @@ LEAST_TILES = 6
 
 @cache
 def available() -> bool:
-    """Whether the installed Triton has the Gluon that the kernel is written in."""
+    """Whether the installed Triton has the Gluon that the kernel is written in, that of Triton 3.6 to 3.8."""
     try:
+        from triton.experimental.gluon.language import shared_memory_descriptor
         from triton.experimental.gluon.language.nvidia import hopper as language
         from triton.experimental.gluon.nvidia import hopper as host
     except ImportError:
         return False
     names = ("fence_async_shared", "mbarrier", "tma", "warpgroup_mma", "warpgroup_mma_wait")
-    return all(hasattr(language, n) for n in names) and hasattr(host, "TensorDescriptor")
+    known = all(hasattr(language, n) for n in names) and hasattr(host, "TensorDescriptor")
+    return known and hasattr(shared_memory_descriptor, "_reinterpret")
 
 
 def takes(match: Match, sizes: Mapping[str, int], options: Options) -> bool:

@@ -226,6 +226,7 @@ def summarise(results):
 
 
 def load(path):
+    sys.path.append(str(Path(__file__).resolve().parents[1]))  # corpora import each other as `corpus`
     spec = importlib.util.spec_from_file_location(f"corpus_{Path(path).stem}", path)
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module
