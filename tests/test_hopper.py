@@ -80,7 +80,7 @@ def test_what_it_does_not(region: AttentionRegion) -> None:
         emit(region, replace(tiles(region), consumers=2))
 
 
-written_in = pytest.mark.skipif(not available(), reason="the installed Triton has another Gluon: the kernel is not used")
+written_in = pytest.mark.skipif(not available(), reason="the installed Triton has another Gluon, which is not used")
 
 
 @written_in
