@@ -11,7 +11,7 @@ from __future__ import annotations
 from fusecomp.codegen.address import Address, address, at_tile, sum_text
 from fusecomp.codegen.backward_frame import GradientFrame, Leaf
 from fusecomp.codegen.backward_keys import axis_size, outer
-from fusecomp.codegen.backward_queries import edge_tests, score_gradient
+from fusecomp.codegen.backward_queries import score_gradient
 from fusecomp.codegen.backward_tile import leaf_gradient, log_sums, rounded, scaled_by, seldom
 from fusecomp.codegen.memory import row_base
 from fusecomp.codegen.printer import triton_text
@@ -93,7 +93,7 @@ def end(frame: GradientFrame) -> str:
 
 def tile(frame: GradientFrame, leaf: Leaf) -> Lines:
     """sum += g."""
-    return _tile(frame, leaf, edge_tests(frame))
+    return _tile(frame, leaf, list(frame.reach.tested))
 
 
 def _tile(frame: GradientFrame, leaf: Leaf, tests: list[Expr]) -> Lines:

@@ -114,7 +114,7 @@ def full_tile(frame: GradientFrame) -> Lines:
 
 def edge_tile(frame: GradientFrame) -> Lines:
     """A tile that a bound, or the end of the keys, cuts."""
-    return _tile(frame, edge_tests(frame), edge=True)
+    return _tile(frame, list(frame.reach.tested), edge=True)
 
 
 def rescue(frame: GradientFrame) -> Lines:
@@ -130,12 +130,6 @@ def rescue(frame: GradientFrame) -> Lines:
         f"for k_start in {seldom('0', 'last', 'BLOCK_N')}:",
         *indented(_tile(again, [], edge=True)),
     ]
-
-
-def edge_tests(frame: GradientFrame) -> list[Expr]:
-    """The terms of the mask that such a tile tests."""
-    level = [x.term for x in frame.reach.upper if x.slope]  # the others are what k_end says
-    return [x.term for x in frame.reach.lower] + level + list(frame.reach.loose)
 
 
 def _tile(frame: GradientFrame, tests: list[Expr], edge: bool) -> Lines:

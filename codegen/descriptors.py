@@ -56,11 +56,17 @@ def _as_held(region: AttentionRegion) -> bool:
     return all(region.operand(a.operand).dtype == dtype and BYTES.get(dtype) == 2 for a, dtype in pairs)
 
 
+def in_steps(dtype: str, strides: Sequence[int]) -> bool:
+    """Dense columns, and rows that begin at whole 16 bytes."""
+    *outer, last = strides
+    return last == 1 and not any(s * BYTES[dtype] % STEP for s in outer)
+
+
 def _in_steps(region: AttentionRegion, strides: Sequence[Sequence[int]]) -> Iterator[bool]:
     """For each K and V, whether its strides are those of a descriptor."""
     read = {*(p.k.operand for p in region.products), region.v.operand}
-    for operand, (*outer, last) in [(o, s) for o, s in zip(region.operands, strides, strict=True) if o.name in read]:
-        yield last == 1 and not any(s * BYTES[operand.dtype] % STEP for s in outer)
+    for operand, own in [(o, s) for o, s in zip(region.operands, strides, strict=True) if o.name in read]:
+        yield in_steps(operand.dtype, own)
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ from dataclasses import replace
 
 from fusecomp.codegen.cheaper import cheaper
 from fusecomp.codegen.frame import Frame
+from fusecomp.codegen.memory import output_index
 from fusecomp.ir.expr import Apply, Const, Expr, Load, Var, parts, variables
 from fusecomp.ir.ranges import reach
 from fusecomp.ir.region import Access, AttentionRegion, extent
@@ -78,11 +79,6 @@ def specialised(region: AttentionRegion, plan: TilePlan) -> TilePlan:
     """The plan with this kernel's one tile, whose cost nothing predicts yet."""
     tile = replace(plan, block_m=ROWS, block_n=KEYS, warps=4, stages=STAGES[extent(region.dv)], pack=1)
     return replace(tile, loads="descriptor", consumers=2, cost=None, rejected=())
-
-
-def output_index(frame: Frame) -> tuple[Expr, ...]:
-    axes = {v.name: v for v in (*frame.region.batch, frame.q_idx, frame.region.dv)}
-    return tuple(axes[name] for name in frame.region.out_axes)
 
 
 def blocks(frame: Frame) -> dict[str, list[int]]:

@@ -5,9 +5,8 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-from fusecomp.codegen.base2 import LOG2E, scaled
 from fusecomp.codegen.frame import Frame, may_be_minus_inf
-from fusecomp.codegen.hopper import KEYS, REGISTERS, blocks, expresses, output_index
+from fusecomp.codegen.hopper import KEYS, REGISTERS, blocks, expresses
 from fusecomp.codegen.hopper_skeletons import (
     ATTENTION,
     CONSUME,
@@ -21,9 +20,9 @@ from fusecomp.codegen.hopper_skeletons import (
 )
 from fusecomp.codegen.launcher import argument, no_keys, outer_sizes, parameters, unpacked, unspecialised, wrapped
 from fusecomp.codegen.logsumexp import store_lse
-from fusecomp.codegen.memory import element_pointers, fixed_loads
+from fusecomp.codegen.memory import element_pointers, fixed_loads, output_index
 from fusecomp.codegen.printer import FLOAT_MAX, literal, triton_dtype, triton_text
-from fusecomp.codegen.program import decoded, full_range, key_range
+from fusecomp.codegen.program import ROW_INDICES, decoded, full_range, key_range, sink_text
 from fusecomp.codegen.skeletons import fill
 from fusecomp.codegen.source import names_read, tidy
 from fusecomp.codegen.tile import scored
@@ -130,8 +129,7 @@ def _consumer(frame: Frame, saves_lse: bool) -> Holes:
     """What four warps do with a tile."""
     size, e = extent(frame.region.dv), frame.exponent
     dtype, factor = triton_dtype(frame.region.out_dtype), f" * {frame.factor(e)}" if e.scale != 1.0 else ""
-    tests = [x.term for x in (*frame.reach.lower, *(x for x in frame.reach.upper if x.slope))]
-    edge = scored(frame, e, [*tests, *frame.reach.loose], edge=True)
+    edge = scored(frame, e, frame.reach.tested, edge=True)
     shared = {"factor": factor, "dtype": dtype, "weights": _exp2(frame, f"score{factor} - row_max[:, None]"),
               "rescale": _exp2(frame, "row_max - new_max")}  # fmt: skip
     edge_step = fill(STEP, {**shared, "score": edge})
@@ -181,15 +179,7 @@ def _exp2(frame: Frame, difference: str) -> str:
 def _rows(frame: Frame) -> Lines:
     """q_idx [64, 1] of each row. Rows past the end repeat the last query, and are not stored."""
     size = triton_text(frame.q_idx.size, frame.names)
-    return [f"q_row = tl.minimum(row, {size} - 1 - q_start)", "q_idx = q_start + q_row",
-            "q_pos = q_idx.to(tl.float32)"]  # fmt: skip
-
-
-def _sink(frame: Frame) -> str:
-    """The sink in the unit of the row maximum."""
-    assert frame.sink is not None
-    e = frame.sink if frame.exponent.natural else scaled(frame.sink, LOG2E, frame.moving)
-    return triton_text(e, frame.names)
+    return [f"q_row = tl.minimum(row, {size} - 1 - q_start)", *ROW_INDICES]
 
 
 def _least(frame: Frame) -> str:
@@ -197,12 +187,15 @@ def _least(frame: Frame) -> str:
     least = literal(-FLOAT_MAX)
     if frame.sink is None:
         return least
-    return f"gl.maximum({_sink(frame)}, {least})" if any(map(may_be_minus_inf, parts(frame.sink))) else _sink(frame)
+    sink = sink_text(frame, frame.exponent)
+    return f"gl.maximum({sink}, {least})" if any(map(may_be_minus_inf, parts(frame.sink))) else sink
 
 
 def _finish(frame: Frame, saves_lse: bool) -> Lines:
     """The sink's own weight, what is saved, and what an empty row gives."""
-    lines = [] if frame.sink is None else [f"row_sum = row_sum + {_exp2(frame, f'{_sink(frame)} - row_max')}"]
+    lines = []
+    if frame.sink is not None:
+        lines.append(f"row_sum = row_sum + {_exp2(frame, f'{sink_text(frame, frame.exponent)} - row_max')}")
     lines += ["outer = outer.to(tl.int64)", *store_lse(frame)] if saves_lse else []
     if frame.region.empty_row == "zero":
         lines.append("row_sum = tl.where(row_sum == 0.0, 1.0, row_sum)  # a row that sees no key gives 0")
@@ -222,9 +215,6 @@ def _launch(frame: Frame, params: list[str], saves_lse: bool) -> Lines:
     """Programs that stay, one for each multiprocessor, and a counter of the tiles that are taken."""
     region, size = frame.region, extent(frame.region.dv)
     product = region.products[0]
-    empty = no_keys(frame)
-    if empty and saves_lse:
-        empty.insert(1, '    lse.fill_(float("-inf"))')
     m, n = (triton_text(v.size, frame.names) for v in (frame.q_idx, frame.kv_idx))
     names = dict.fromkeys((product.q.operand, product.k.operand, region.v.operand))
     outer = " * ".join(outer_sizes(frame)) or "1"
@@ -236,7 +226,7 @@ def _launch(frame: Frame, params: list[str], saves_lse: bool) -> Lines:
     arguments = wrapped([*map(argument, params), f"num_warps={frame.plan.warps}", f"maxnreg={REGISTERS}"], 8)
     return [
         *unpacked(region),
-        *empty,
+        *no_keys(frame, saves_lse),
         f"{', '.join(names)} = {', '.join(f'in_rows({name})' for name in names)}",
         "written = in_rows(out)",
         *described,

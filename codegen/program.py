@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fusecomp.codegen.base2 import LOG2E, scaled
+from fusecomp.codegen.base2 import LOG2E, Exponent, scaled
 from fusecomp.codegen.frame import Frame
 from fusecomp.codegen.memory import output_address, row_base, row_offsets
 from fusecomp.codegen.philox import fours
@@ -56,12 +56,11 @@ def query_rows(frame: Frame) -> Lines:
             f"q_row = tl.minimum(row, tl.minimum(Q_ROWS, {size} - q_start) - 1)",
             f"{frame.member.name} = tl.arange(0, BLOCK_M)[:, None] % PACK",
         ]
-    return [
-        "# Rows past the end repeat the last query, and are not stored",
-        *rows,
-        "q_idx = q_start + q_row",
-        "q_pos = q_idx.to(tl.float32)",
-    ]
+    return ["# Rows past the end repeat the last query, and are not stored", *rows, *ROW_INDICES]
+
+
+ROW_INDICES = ["q_idx = q_start + q_row", "q_pos = q_idx.to(tl.float32)"]
+"""Which query a row is, as an integer and as a number."""
 
 
 def columns(frame: Frame) -> Lines:
@@ -186,12 +185,18 @@ def state(frame: Frame) -> Lines:
             *accs,
         ]
     e = frame.filled if frame.every_key and frame.filled else frame.exponent
-    sink = triton_text(frame.sink if e.natural else scaled(frame.sink, LOG2E, frame.moving), frame.names)
+    first = f"tl.zeros([BLOCK_M, 1], tl.float32) + {sink_text(frame, e)}"
     return [
-        f"row_max = tl.sum(tl.zeros([BLOCK_M, 1], tl.float32) + {sink}, axis=1)  # the sink, a logit without a value",
+        f"row_max = tl.sum({first}, axis=1)  # the sink, a logit without a value",
         "row_sum = tl.full([BLOCK_M], 1.0, tl.float32)",
         *accs,
     ]
+
+
+def sink_text(frame: Frame, e: Exponent) -> str:
+    """The sink, where there is one, in the unit of the row maximum."""
+    assert frame.sink is not None
+    return triton_text(frame.sink if e.natural else scaled(frame.sink, LOG2E, frame.moving), frame.names)
 
 
 def stored_rows(frame: Frame) -> str:

@@ -45,9 +45,8 @@ def masked_tile(frame: Frame) -> Lines:
 
 def edge_tile(frame: Frame) -> Lines:
     """A tile that a bound, or the end of the keys, cuts."""
-    level = [x.term for x in frame.reach.upper if x.slope]  # the others are what k_end says
-    tests = [x.term for x in frame.reach.lower] + level + list(frame.reach.loose)
-    return visit(frame, frame.exponent, _kept(frame) if frame.tabled else tests, edge=True, pivot=frame.needs_pivot)
+    tests = _kept(frame) if frame.tabled else frame.reach.tested
+    return visit(frame, frame.exponent, tests, edge=True, pivot=frame.needs_pivot)
 
 
 def _kept(frame: Frame) -> list[Expr]:

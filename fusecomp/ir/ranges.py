@@ -53,6 +53,12 @@ class Reach:
     upper: tuple[Bound, ...] = ()
     loose: tuple[Expr, ...] = ()
 
+    @property
+    def tested(self) -> tuple[Expr, ...]:
+        """The terms that a tile cut by a bound tests: an upper bound that all rows share is where its keys end."""
+        sloped = (x for x in self.upper if x.slope)
+        return (*(x.term for x in (*self.lower, *sloped)), *self.loose)
+
 
 @lru_cache(maxsize=1024)
 def reach(keep: tuple[Expr, ...], q_idx: str = "q_idx", kv_idx: str = "kv_idx") -> Reach:

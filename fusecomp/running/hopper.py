@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from functools import cache
 
 from fusecomp.codegen import hopper
+from fusecomp.codegen.descriptors import in_steps
 from fusecomp.ir.expr import Load, parts, variables
 from fusecomp.ir.region import AttentionRegion
 from fusecomp.patterns.build import Match
@@ -21,9 +22,8 @@ from fusecomp.settings import Options
 
 LEAST_SECONDS = 4e-4
 """Predicted for the portable kernel. Called one after another, shorter ones lost more to the host than they gained
-(examples/bench/records/kernels_hopper_h200.json: causal D64, 0.51 ms, which takes 0.29 ms replayed from a graph)."""
-STEP = 8
-"""Elements of two bytes."""
+(causal D64: 0.51 ms in examples/bench/records/kernels_hopper_h200.json, and 0.29 ms replayed from a graph, at the rate
+in hopper_graphs_h200.json)."""
 LEAST_TILES = 6
 """Tiles of keys that a tile of queries visits, on average: before the first and after the last nothing overlaps."""
 
@@ -68,8 +68,7 @@ def _reads_pairs(region: AttentionRegion) -> bool:
 
 
 def _in_steps(match: Match) -> bool:
-    """Whether Q, K and V lie as descriptors want them, so that nothing is copied: rows of whole 16 bytes."""
-    products = (match.region.products[0].q, match.region.products[0].k, match.region.v)
-    named = dict(zip([o.name for o in match.region.operands], match.inputs, strict=True))
-    strides = [example_of(named[a.operand].meta["val"])[1] for a in products]
-    return all(last == 1 and not any(s % STEP for s in outer) for *outer, last in strides)
+    """Whether Q, K and V lie as descriptors want them, so that nothing is copied."""
+    read = {a.operand for a in (match.region.products[0].q, match.region.products[0].k, match.region.v)}
+    tensors = [(o, n) for o, n in zip(match.region.operands, match.inputs, strict=True) if o.name in read]
+    return all(in_steps(o.dtype, example_of(n.meta["val"])[1]) for o, n in tensors)
