@@ -18,6 +18,7 @@ from fusecomp.planning.cost_decode import DECODE
 from fusecomp.planning.equations import Model
 from fusecomp.planning.facts import Visits, facts, lengths, visits
 from fusecomp.planning.queueing import bound
+from fusecomp.planning.straight import function_of
 from fusecomp.planning.tile import Tile
 from fusecomp.planning.workload import KV_IDX, B, H, Workload
 
@@ -57,6 +58,35 @@ def test_key_value_cache() -> None:
     assert used.utilisation == pytest.approx(0.9375)
     assert cache.reserved_bytes(2048) / used.bytes == pytest.approx(21.3, abs=0.1)
     assert cache.requests(40 * 2**30, 90, 16) == 546
+
+
+# Equations as functions
+
+
+def test_a_page_is_computed_as_sympy_computes_it() -> None:
+    x, y = sympy.symbols("x y", nonnegative=True)
+    made = [
+        3 * x / (4 * y) - x, sympy.sqrt(x) / sympy.sqrt(y + 1), x**2 + x**y, sympy.Rational(1, 3) + x,
+        sympy.Piecewise((x, x < 2), (y, y >= 7), (x * y, True)), sympy.ceiling(x / 48), sympy.log(x * y) / y**3,
+        sympy.Max(x, y, 5) - sympy.Min(x, y),
+    ]  # fmt: skip
+    run = function_of(["x", "y"], made)
+    for at in ((96, 7), (1, 3), (2.5, 11), (144, 1)):
+        assert run(*at) == pytest.approx([float(e.subs({x: at[0], y: at[1]})) for e in made], rel=1e-14)
+
+
+@pytest.mark.parametrize("n", [48, 49, 96])
+def test_whole_quotients_stay_whole(n: int) -> None:
+    (x,) = sympy.symbols("x,")
+    assert function_of(["x"], [sympy.ceiling(x / n)])(3 * n) == (3,)
+
+
+def test_what_two_equations_share_is_computed_once() -> None:
+    (x,) = sympy.symbols("x,")
+    calls: list[float] = []
+    ceiling = {"ceiling": lambda at: calls.append(at) or 7}
+    assert function_of(["x"], [sympy.ceiling(x) + 1, 2 * sympy.ceiling(x)], ceiling)(6.5) == (8, 14)
+    assert calls == [6.5]
 
 
 # Head sizes

@@ -68,17 +68,14 @@ def _of_arrays(pairwise: Any) -> Any:
     return lambda *xs: functools.reduce(pairwise, xs)
 
 
-ARRAYS = [
-    {
-        "Max": _of_arrays(np.maximum),
-        "Min": _of_arrays(np.minimum),
-        "ceiling": np.ceil,
-        "floor": np.floor,
-        "log": np.log,
-        "sqrt": np.sqrt,
-    },
-    "numpy",
-]
+ARRAYS = {
+    "Max": _of_arrays(np.maximum),
+    "Min": _of_arrays(np.minimum),
+    "ceiling": np.ceil,
+    "floor": np.floor,
+    "log": np.log,
+    "sqrt": np.sqrt,
+}
 
 
 class Set:

@@ -84,7 +84,7 @@ alone = ARRIVE + STEP + CROSS * crossing + paged * LOOK * Max(0, 3 - STAGES) + p
 def turn(customers: object) -> object:
     """Seconds from a tile to the same program's next, of `customers` at one queue and a delay: at least that of one
     alone, and of the queue where all wait in it (Denning and Buzen's bounds, 1978); near their meeting it is more."""
-    return ((served * customers) ** KNEE + (served + alone) ** KNEE) ** (1 / KNEE)
+    return power(power(served * customers, KNEE) + power(served + alone, KNEE), 1 / KNEE)
 
 
 read_s = own * (rounds * turn(resident * ahead) + Min(1, rest) * turn(Max(1, rest) * ahead)) / ahead

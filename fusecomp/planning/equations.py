@@ -7,26 +7,22 @@ from functools import cached_property
 from operator import itemgetter
 from typing import Any
 
-import sympy
-
-from fusecomp.planning.symbols import symbols
+from fusecomp.planning.straight import NUMBERS, function_of
 
 Equation = tuple[Any, str]
 """An expression and its unit."""
 
 
 class Page:
-    """Equations by name. `modules`: what computes Max, ceiling and the like, of numbers or of arrays."""
+    """Equations by name. `functions`: what computes Max, ceiling and the like, of numbers or of arrays."""
 
-    def __init__(self, equations: Mapping[str, Equation], modules: Any = "math") -> None:
-        self.equations, self.modules = dict(equations), modules
+    def __init__(self, equations: Mapping[str, Equation], functions: Mapping[str, Any] = NUMBERS) -> None:
+        self.equations, self.functions = dict(equations), functions
         self.symbols = sorted({str(s) for e, _ in equations.values() for s in e.free_symbols})
 
     @cached_property
     def _run(self) -> Any:
-        expressions = [e for e, _ in self.equations.values()]
-        with sympy.evaluate(False):
-            return sympy.lambdify(symbols(" ".join(self.symbols)), expressions, modules=self.modules, cse=True)
+        return function_of(self.symbols, [e for e, _ in self.equations.values()], self.functions)
 
     @cached_property
     def _inputs(self) -> Any:

@@ -16,7 +16,7 @@ def as_written(function: Any) -> Any:
     return partial(function, evaluate=False)
 
 
-Max, Min, ceiling, floor = map(as_written, (sympy.Max, sympy.Min, sympy.ceiling, sympy.floor))
+Max, Min, ceiling, floor, power = map(as_written, (sympy.Max, sympy.Min, sympy.ceiling, sympy.floor, sympy.Pow))
 
 
 def symbols(names: str) -> list[Any]:
