@@ -6,6 +6,7 @@
     fusecomp tiles --n 4096 --d 128 --device h100     the plan of a workload given by numbers
     fusecomp io --n 4096 --d 128                      elements moved, scores stored against tiles
     fusecomp kv --layers 32 --hidden 4096 --tokens 300   a cache that reserves against one in blocks
+    fusecomp bench --quick                            attention in plain PyTorch beside its peers, on the GPU
     fusecomp env                                      versions, device, cache, what is missing
 """
 
@@ -24,6 +25,7 @@ from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from fusecomp.bench.command import bench
 from fusecomp.commands import io, kv, tiles
 from fusecomp.errors import FusecompError, OptionError
 
@@ -38,7 +40,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-for command in (tiles, io, kv):
+for command in (tiles, io, kv, bench):
     app.command()(command)
 
 Name = Annotated[str, typer.Argument(metavar="FILE:FUNCTION", help="a function, or a factory of (model, args)")]

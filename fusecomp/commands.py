@@ -67,7 +67,7 @@ def tiles(
         answer = replace(answer, notes=(*answer.notes, f"Drawn into {plot}."))
     if equations:
         return _say_all(answer.equations(), as_json)
-    return _say(replace(answer, rows=None) if every else answer, as_json)
+    return say(replace(answer, rows=None) if every else answer, as_json)
 
 
 def io(
@@ -81,7 +81,7 @@ def io(
     as_json: Json = False,
 ) -> None:
     """Compare what one head moves when its scores are stored with the bound for tiles, N^2 d^2 / M."""
-    _say(Bounds() if symbolic else calculator.io(_given(n), d, sram, dtype), as_json)
+    say(Bounds() if symbolic else calculator.io(_given(n), d, sram, dtype), as_json)
 
 
 def kv(
@@ -97,7 +97,7 @@ def kv(
     as_json: Json = False,
 ) -> None:
     """Compare a key-value cache that reserves whole contexts with one in blocks."""
-    _say(calculator.kv(layers, hidden, tokens, dtype, block, max_context, memory), as_json)
+    say(calculator.kv(layers, hidden, tokens, dtype, block, max_context, memory), as_json)
 
 
 def _given(n: int | None) -> int:
@@ -111,10 +111,11 @@ def _say_all(answers: Sequence[Equations], as_json: bool) -> None:
     if as_json:
         print(json.dumps({x.kernel.replace(" ", "_"): x.to_dict() for x in answers}, indent=2, allow_nan=False))
     for answer in () if as_json else answers:
-        _say(answer, as_json)
+        say(answer, as_json)
 
 
-def _say(answer: Answer, as_json: bool) -> None:
+def say(answer: Answer, as_json: bool) -> None:
+    """In colour on a terminal, else as text of one width; or JSON."""
     if as_json:
         print(json.dumps(answer.to_dict(), indent=2, allow_nan=False))
         return

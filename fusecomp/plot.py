@@ -28,12 +28,9 @@ SLOWEST = 3.0
 
 def draw(workload: Workload, device: Device, ranking: Ranking, path: str | Path) -> None:
     """Both pictures into one .png, .svg or .pdf file. OptionError without matplotlib, or where it cannot write."""
-    figure = _figure(Path(path))
+    figure = canvas(path, 13, 5.8, rect=(0.005, 0.0, 0.985, 0.94), wspace=0.04)
     compose(figure, workload, device, ranking)
-    try:
-        figure.savefig(path, dpi=150)
-    except OSError as error:
-        raise OptionError(f"cannot write the plot {path}: {error.strerror or error}") from error
+    save(figure, path)
 
 
 def compose(figure: Any, workload: Workload, device: Device, ranking: Ranking) -> None:
@@ -44,17 +41,26 @@ def compose(figure: Any, workload: Workload, device: Device, ranking: Ranking) -
     _roofline(right, workload, device, ranking)
 
 
-def _figure(path: Path) -> Any:
+def canvas(path: str | Path, width: float, height: float, **layout: Any) -> Any:
+    """An empty figure in inches. OptionError without matplotlib, or for a file of another kind than it writes."""
     try:
         from matplotlib.figure import Figure
         from matplotlib.layout_engine import ConstrainedLayoutEngine
     except ImportError as error:
         raise OptionError("a plot needs matplotlib, which is not installed: pip install matplotlib") from error
-    figure = Figure(figsize=(13, 5.8), layout=ConstrainedLayoutEngine(rect=(0.005, 0.0, 0.985, 0.94), wspace=0.04))
+    figure = Figure(figsize=(width, height), layout=ConstrainedLayoutEngine(**layout))
     kinds = figure.canvas.get_supported_filetypes()
-    if path.suffix.lstrip(".").lower() not in kinds:
+    if Path(path).suffix.lstrip(".").lower() not in kinds:
         raise OptionError(f"a plot is a file that ends in .{', .'.join(sorted(kinds))}; got {str(path)!r}")
     return figure
+
+
+def save(figure: Any, path: str | Path) -> None:
+    """OptionError where it cannot be written."""
+    try:
+        figure.savefig(path, dpi=150)
+    except OSError as error:
+        raise OptionError(f"cannot write the plot {path}: {error.strerror or error}") from error
 
 
 def _title(w: Workload, device: Device, ranking: Ranking) -> str:

@@ -33,6 +33,8 @@ FLOORS = {
     "fusecomp.tables": 6,
     "fusecomp.equations": 6,
     "fusecomp.plot": 6,
+    "fusecomp.bench": 6,
+    "fusecomp.bench.command": 7,
     "fusecomp.commands": 7,
     "fusecomp.show": 7,
     "fusecomp.cli": 7,

@@ -22,11 +22,12 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
-from kernels import machine, options
+from options import options
 from torch import Tensor
 from torch.nn.attention.flex_attention import flex_attention
 
 import fusecomp
+from fusecomp.bench.record import machine
 
 Run = Callable[[], Any]
 COLD = 512 * 2**20

@@ -23,9 +23,10 @@ from typing import Any
 import flex
 import torch
 from compiling import Kernel, Made, compile_all, kernel, kernels_of, said
-from kernels import machine
 from launches import COLUMNS, Judge, Run, inputs, plans, run_of, tile_of
 from workloads import CASES, Case
+
+from fusecomp.bench.record import machine
 
 COLD = 512 * 2**20
 """B of inputs that the runs of one measurement of decoding go through, at least."""

@@ -1,0 +1,150 @@
+"""One case after another: draw inputs, check every peer against float64, time those that are right."""
+
+from __future__ import annotations
+
+import time
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+
+import torch
+
+from fusecomp.backend import counters, reset
+from fusecomp.bench.cases import Case
+from fusecomp.bench.ceilings import Ceiling, copies, products, reads
+from fusecomp.bench.inputs import TOLERANCE, Exact, Inputs, Run, error, exact, run, sets, share
+from fusecomp.bench.peers import OURS, Peer
+from fusecomp.bench.record import Measured, Record, Row
+from fusecomp.bench.timing import Effort, Launch, launch, peak, times
+
+Say = Callable[[str], None]
+"""Told what is done next: once for each peer of a case, and once when timing begins."""
+
+
+@dataclass(frozen=True)
+class Entrant:
+    """A peer on one case: its row so far, and what is timed, of each set of inputs."""
+
+    row: Row
+    runs: tuple[Run, ...] = ()
+
+
+def steps(cases: Sequence[Case], peers: Sequence[Peer]) -> int:
+    """How often a run says what it does."""
+    return sum(1 + sum(case.mode in peer.modes for peer in peers) for case in cases)
+
+
+def records(
+    cases: Sequence[Case], peers: Sequence[Peer], effort: Effort, device: torch.device, about: dict[str, str], say: Say
+) -> Iterator[Record]:
+    """The record so far, after each case."""
+    record = Record(about)
+    if not all(case.reads for case in cases):
+        used = dict.fromkeys(p for case in cases if not case.reads for p in case.protocols(device))
+        record = replace(record, ceilings=tuple(products(p, effort, device) for p in used))
+    if any(case.reads for case in cases):
+        record = replace(record, ceilings=(*record.ceilings, copies(effort, device)))
+    for case in cases:
+        found, roofs = measured(case, peers, effort, device, record.ceilings, say)
+        new = tuple(roof for roof in roofs if roof not in record.ceilings)
+        record = replace(record, ceilings=(*record.ceilings, *new), cases=(*record.cases, found))
+        yield record
+
+
+def measured(
+    case: Case, peers: Sequence[Peer], effort: Effort, device: torch.device, known: Sequence[Ceiling], say: Say
+) -> tuple[Measured, Sequence[Ceiling]]:
+    """The case by every peer, and the ceilings that it is held against."""
+    begun = time.monotonic()
+    torch.manual_seed(0)
+    torch._dynamo.reset()
+    reset()
+    roofs = _roofs(case, effort, device, known)
+    with torch.set_grad_enabled(case.learns), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of SDPA, one for each reason why a backend cannot
+        drawn = sets(case, device)
+        work = case.read_bytes if case.reads else case.flops(share(case, drawn[0]))
+        rows = _rows(case, [p for p in peers if case.mode in p.modes], drawn, effort, device, say)
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+    shape = {name: value for name, value in asdict(case.shape).items() if value}
+    unit = "B" if case.reads else "FLOP"
+    rates, took = {r.protocol: r.rate for r in roofs}, round(time.monotonic() - begun, 1)
+    return Measured(case.name, case.mode, shape, work, unit, rates, rows, took), roofs
+
+
+def _roofs(case: Case, effort: Effort, device: torch.device, known: Sequence[Ceiling]) -> Sequence[Ceiling]:
+    """Of products or of reads, in the case's protocols."""
+    if case.reads:
+        return [reads(case.read_bytes, effort, device)]
+    return [c for c in known if c.what.startswith("product") and c.protocol in case.protocols(device)]
+
+
+def _rows(
+    case: Case, peers: Sequence[Peer], drawn: Sequence[Inputs], effort: Effort, device: torch.device, say: Say
+) -> tuple[Row, ...]:
+    """A row for each peer that can say the variant."""
+    truth, entrants = exact(case, drawn[0]), []
+    for peer in peers:
+        say(f"{case.name}: {peer.name}")
+        entrants.append(entered(case, peer, drawn, truth, effort, device))
+    del truth
+    found = {e.row.peer: e for e in entrants if e is not None}
+    say(f"{case.name}: timing")
+    for protocol in case.protocols(device):
+        found = _timed(found, protocol, effort, device)
+    return tuple(entrant.row for entrant in found.values())
+
+
+def entered(
+    case: Case, peer: Peer, drawn: Sequence[Inputs], truth: Sequence[Exact], effort: Effort, device: torch.device
+) -> Entrant | None:
+    """Compiled and checked; without runs if it is wrong or raised, None if it cannot say the variant."""
+    begun = counters()
+    try:
+        bound = peer.bind(case, effort)
+        attends = [attend for x in drawn if (attend := bound(x)) is not None]
+        if not attends:
+            return None
+        runs = tuple(run(case, x, attend) for x, attend in zip(drawn, attends, strict=True))
+        off = error(runs[0](), truth)
+        row = Row(peer.name, error=off, peak=peak(runs[0], device), note=_note(peer, begun))
+    except Exception as problem:  # noqa: BLE001 - whatever a peer raises is its row, not the end of the run
+        return Entrant(Row(peer.name, problem=said(problem)))
+    if not off <= TOLERANCE[case.dtype]:
+        wrong = f"wrong: relative error {off:.2g}, of at most {TOLERANCE[case.dtype]:g}"
+        return Entrant(replace(row, problem=wrong))
+    return Entrant(row, runs)
+
+
+def _timed(
+    entrants: dict[str, Entrant], protocol: str, effort: Effort, device: torch.device
+) -> dict[str, Entrant]:
+    """With a timing in this protocol; what cannot be captured in a graph gets a problem instead."""
+    ready: dict[str, Launch] = {}
+    found = dict(entrants)
+    for name, entrant in entrants.items():
+        try:
+            ready |= {name: launch(entrant.runs, protocol)} if entrant.runs else {}
+        except Exception as problem:  # noqa: BLE001 - as above
+            found[name] = Entrant(replace(entrant.row, problem=said(problem)))
+    for name, timing in times(ready, effort.protocol(protocol), device).items():
+        row = found[name].row
+        found[name] = replace(found[name], row=replace(row, timings=(*row.timings, timing)))
+    return found
+
+
+def said(problem: Exception) -> str:
+    """Its kind and its first line."""
+    lines = str(problem).strip().splitlines()
+    return f"{type(problem).__name__}: {lines[0][:160]}" if lines else type(problem).__name__
+
+
+def _note(peer: Peer, before: dict[str, int]) -> str:
+    """What fusecomp did not fuse."""
+    if peer.name != OURS:
+        return ""
+    now = {name: count - before[name] for name, count in counters().items()}
+    if now["fused"] == now["candidates"] > 0:
+        return ""
+    return f"not fused: {now['declined']} declined, {now['fallbacks']} fell back, of {now['candidates']}"

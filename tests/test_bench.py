@@ -1,0 +1,184 @@
+"""`fusecomp bench`: what is right is timed, what is wrong is not."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from itertools import groupby
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from fusecomp.bench import cases, inputs, measure, page, peers, timing
+from fusecomp.bench.cases import CASES, Case
+from fusecomp.bench.inputs import Inputs
+from fusecomp.bench.peers import Peer
+from fusecomp.bench.record import Measured, Record
+from fusecomp.bench.timing import Effort, Launch, Protocol, Timing
+
+CPU, QUICK = torch.device("cpu"), Effort(quick=True)
+TINY = cases.tiny(CASES)
+
+
+def tiny(name: str, mode: str) -> Case:
+    return next(c for c in TINY if c.variant.name == name and c.mode == mode)
+
+
+def measured(case: Case, rivals: Sequence[Peer], say: measure.Say = lambda _: None) -> Measured:
+    """The only case of a run."""
+    (last,) = measure.records([case], rivals, QUICK, CPU, {"device": "CPU"}, say)
+    return last.cases[0]
+
+
+def computed(name: str, change: Callable[[Tensor], Tensor]) -> Peer:
+    """A peer that is eager but for a change of its result."""
+    return Peer(name, lambda case, _: lambda x: lambda: change(case.variant.fn(*x.all)), devices=("cpu",))
+
+
+# ----------------------------------------------------------------------------------------------------------------
+# What is right
+
+
+@pytest.mark.parametrize("case", [c for c in TINY if not c.learns], ids=lambda c: f"{c.mode} {c.name}")
+def test_flex_attention_is_told_the_same_attention(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "compile", lambda fn, **_: fn)
+    x = inputs.draw(case, CPU)
+    truth = inputs.exact(case, x)
+    attends = [peers.flex(case, QUICK, each_time=each_time)(x) for each_time in (False, True)]
+    assert attends[0] is not None
+    assert all(inputs.error((attend(),), truth) < 0.01 for attend in attends if attend is not None)
+
+
+@pytest.mark.parametrize("case", TINY, ids=lambda c: f"{c.mode} {c.name}")
+def test_what_is_exact_is_the_whole_programs_in_float64(case: Case) -> None:
+    with torch.set_grad_enabled(case.learns):
+        x = inputs.draw(case, CPU)
+        q, k, v, *extra = (t.detach().double() if t.is_floating_point() else t for t in x.all)
+        if case.learns:
+            q, k, v = (t.requires_grad_() for t in (q, k, v))
+        whole = Inputs(q, k, v, tuple(extra), None if x.grad is None else x.grad.double())
+        results = inputs.run(case, whole, lambda: case.variant.fn(*whole.all))()
+        parts = inputs.exact(case, x)
+        assert all(r.dtype == torch.float64 for part in parts for r in part.results)
+        assert all(len(part.results) == (4 if case.learns else 1) for part in parts)
+        assert inputs.error(results, parts) < 1e-12
+
+
+@pytest.mark.parametrize("name", ["full", "causal", "window 256"])
+def test_what_a_mask_keeps_is_counted(name: str) -> None:
+    case = tiny(name, "variants" if name.startswith("window") else "forward")
+    n = case.shape.n
+    expected = {"full": n * n, "causal": n * (n + 1) // 2, "window 256": n * 256 - 256 * 255 // 2}
+    assert inputs.share(case, inputs.draw(case, CPU)) == expected[name] / n**2
+
+
+def fake_fa3() -> SimpleNamespace:
+    """FlashAttention-3's two functions, [B, N, H, D], from their documentation."""
+
+    def func(q: Tensor, k: Tensor, v: Tensor, causal: bool = False, **more: Any) -> tuple[Tensor, None]:
+        q, k, v = (t.transpose(1, 2).float() for t in (q, k, v))
+        k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], 1) for t in (k, v))
+        s = q @ k.mT * q.shape[-1] ** -0.5
+        if cap := more.get("softcap", 0.0):
+            s = cap * torch.tanh(s / cap)
+        i, j = torch.arange(q.shape[2])[:, None] + k.shape[2] - q.shape[2], torch.arange(k.shape[2])
+        left = more.get("window_size", (-1, -1))[0]
+        keep = ((j <= i) | (not causal)) & ((i - j <= left) | (left < 0))
+        return (s.masked_fill(~keep, float("-inf")).softmax(-1) @ v).to(torch.bfloat16).transpose(1, 2), None
+
+    def cached(q: Tensor, k: Tensor, v: Tensor, cache_seqlens: Tensor, causal: bool, pack_gqa: bool,
+               page_table: Tensor | None = None) -> Tensor:  # fmt: skip
+        if page_table is not None:
+            k, v = (pool[page_table].flatten(1, 2) for pool in (k, v))
+        rows = [func(q[b : b + 1], k[b : b + 1, :n], v[b : b + 1, :n], causal)[0] for b, n in enumerate(cache_seqlens)]
+        return torch.cat(rows)
+
+    return SimpleNamespace(flash_attn_func=func, flash_attn_with_kvcache=cached)
+
+
+@pytest.mark.parametrize("case", [c for c in TINY if c.variant.fa3 is not None and not c.learns], ids=lambda c: c.name)
+def test_flash_attention_3_is_told_the_same_attention(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "fa3_fwd_interface", fake_fa3())
+    x = inputs.draw(case, CPU)
+    attend = peers.fa3(case, QUICK)(x)
+    assert attend is not None
+    assert inputs.error((attend(),), inputs.exact(case, x)) < 0.01
+
+
+def test_a_wrong_result_is_not_timed() -> None:
+    nan = computed("nan", lambda out: out.masked_fill(torch.ones_like(out, dtype=torch.bool).tril(-20), float("nan")))
+    rivals = [computed("eager", lambda out: out), computed("scaled", lambda out: out * 1.05), nan]
+    found = measured(tiny("causal", "forward"), rivals)
+    assert {row.peer: bool(row.timings) for row in found.rows} == {"eager": True, "scaled": False, "nan": False}
+    scaled, lost = found.row("scaled"), found.row("nan")
+    assert scaled is not None
+    assert scaled.problem == "wrong: relative error 0.05, of at most 0.02"
+    assert lost is not None
+    assert lost.problem.startswith("wrong: relative error nan")
+    shown = str(page.Found(Record({"device": "CPU"}, cases=(found,))))
+    assert "wrong: relative error 0.05" in shown
+
+
+def test_a_wrong_gradient_is_not_timed() -> None:
+    class Doubled(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            return x.view_as(x)
+
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> Tensor:
+            return 1.1 * grad
+
+    found = measured(tiny("causal", "backward"), [computed("wrong", Doubled.apply), computed("right", torch.clone)])
+    assert [bool(row.timings) for row in found.rows] == [False, True]
+    assert found.rows[0].problem.startswith("wrong: relative error 0.1")
+
+
+def test_what_a_peer_raises_is_its_row() -> None:
+    def broken(out: Tensor) -> Tensor:
+        raise RuntimeError("no kernel for this device\nand a long explanation")
+
+    found = measured(tiny("full", "small"), [computed("broken", broken), computed("eager", lambda out: out)])
+    assert found.rows[0].problem == "RuntimeError: no kernel for this device"
+    assert found.rows[1].timings
+
+
+def test_a_peer_that_cannot_say_a_variant_has_no_row() -> None:
+    found = measured(tiny("soft cap", "variants"), peers.chosen("math,eager", "cpu"))
+    assert [row.peer for row in found.rows] == ["eager", "aot_eager"]
+
+
+def test_ours_that_is_not_fused_is_marked(monkeypatch: pytest.MonkeyPatch) -> None:
+    off = next(p for p in peers.PEERS if p.name == peers.OURS and "cpu" in p.devices)
+    monkeypatch.setenv("FUSECOMP_LOWERING", "off")
+    (row,) = measured(tiny("full", "small"), [off]).rows
+    assert row.note.startswith("not fused: 1 declined")
+
+
+# ----------------------------------------------------------------------------------------------------------------
+# Times
+
+
+def test_the_middle_and_where_nine_tenths_lie() -> None:
+    found = timing.summary("burst", [float(x) for x in range(1, 12)])
+    assert found == Timing("burst", 6.0, 2.0, 10.0, 11)
+    assert found.spread == pytest.approx(4 / 6)
+    assert timing.summary("burst", [3.0]) == Timing("burst", 3.0, 3.0, 3.0, 1)
+
+
+def test_peers_take_turns_in_both_orders() -> None:
+    order: list[str] = []
+    launches = {name: Launch(lambda name=name: order.append(name)) for name in "abc"}
+    found = timing.times(launches, Protocol("sustained", 0.0, 0.0, 0.001), CPU)
+    assert [name for name, _ in groupby(order)] == ["a", "b", "c", "b", "a"]
+    assert list(found) == ["a", "b", "c"]
+    assert all(t.count >= 6 for t in found.values())
+
+
+def test_a_launch_of_many_is_divided(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(timing, "GROUP", 0.0)
+    monkeypatch.setattr(timing, "_host", lambda go, together, readings: [8.0] * readings)
+    assert set(timing.turn(Launch(lambda: None, 4), Protocol("graph", 0.0, 0.0, 0.01), CPU)) == {8.0 / 4}
