@@ -49,7 +49,7 @@ from fusecomp.codegen.selfcheck import selfcheck
 from fusecomp.codegen.skeletons import COMBINE, DECODE, MODULE, PREFILL, RESCUE, fill
 from fusecomp.codegen.source import KernelSource, check, names_read, tidy
 from fusecomp.codegen.table import full_tiles, other_tiles, table_kernels, table_row, visits_of
-from fusecomp.codegen.tile import edge_tile, full_tile, rescue, unseen_below, visit
+from fusecomp.codegen.tile import edge_tile, full_tile, rescue, rounded_sum, unseen_below, visit
 from fusecomp.errors import KernelError
 from fusecomp.ir.algebra import draws
 from fusecomp.ir.region import AttentionRegion
@@ -194,7 +194,7 @@ def rescue_kernel(frame: Frame, saves_lse: bool) -> tuple[str, list[str]]:
         "state": state(every),
         "keys": triton_text(frame.kv_idx.size, frame.names),
         "every_tile": visit(every, frame.filled, [], edge=True, pivot=True),
-        "store": [*(rescued_lse(frame) if saves_lse else []), *store(frame, "unseen")],
+        "store": [*(rescued_lse(frame) if saves_lse else []), *rounded_sum(frame), *store(frame, "unseen")],
     }
     return finished(frame, RESCUE, "rescue", holes)
 

@@ -180,6 +180,8 @@ def _softmax(region: AttentionRegion) -> Lines:
     """p = weight softmax(S), the sink in the normaliser."""
     names = _names(region)
     lines = ["p = torch.softmax(s, dim=-1)"]
+    if region.subtracted:
+        lines = ["p = torch.exp(s - torch.logsumexp(s, dim=-1, keepdim=True))"]
     if region.sink is not None:
         sink = f"sink = {triton_text(region.sink, names)} + torch.zeros_like(s[..., :1])"
         lines = [sink, "p = torch.softmax(torch.cat([s, sink], dim=-1), dim=-1)[..., :-1]"]

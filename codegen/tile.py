@@ -175,6 +175,14 @@ def unseen_below(frame: Frame) -> str:
     return literal(frame.region.rescue_below * (1.0 if frame.exponent.natural else LOG2E))
 
 
+def rounded_sum(frame: Frame) -> Lines:
+    """sum = exp(L - max), L = log sum exp(S) as it is rounded, where that is what the scores are reduced by."""
+    if frame.filled is None or not frame.region.subtracted:
+        return []
+    top = natural_max(frame.filled)
+    return [f"row_sum = tl.exp({top} + tl.log(row_sum) - {top})  # as much of the logarithm as the fill leaves"]
+
+
 def rescue(frame: Frame, saves_lse: bool = False) -> Lines:
     """Rows whose largest live score is at most rescue_below: softmax of the filled scores, over every key."""
     if frame.filled is None:
@@ -194,6 +202,7 @@ def rescue(frame: Frame, saves_lse: bool = False) -> Lines:
         *indented(descriptors(every)),
         f"    for k_start in range(0, {size}, BLOCK_N):",
         *indented(visit(every, frame.filled, [], edge=True, pivot=True), 8),
+        *indented(rounded_sum(frame)),
         *after,
         "    row_sum = tl.where(unseen, row_sum, seen_sum)",
         *(f"    {a} = tl.where(unseen[:, None], {a}, seen_{a})" for a in accs),

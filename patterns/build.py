@@ -141,6 +141,7 @@ RETURN_LESS = (
     "return them only where they are needed; a graph break while a variable still holds them makes them an output too"
 )
 
+
 def check_gradient(products: list[Node], interior: tuple[Node, ...], result: Node) -> None:
     """The kernel's gradient is that of the whole formula. Raises Decline where the graph's stops on the way."""
     if not records(result):
@@ -217,9 +218,10 @@ def bind(
 
     blind = scores.fill != float("-inf") and not sees_a_key(scores.keep, found.index("q_idx"), found.index("kv_idx"))
     blind = blind and found.weights.sink is None
-    if blind and found.weights.subtracted:
-        raise Decline(f"a query that sees no key loses the logarithm of the sum in its fill of {scores.fill:g}", anchor,
-                      "use softmax or log_softmax, or fill with -inf")  # fmt: skip
+    subtracted = blind and found.weights.subtracted
+    if subtracted and records(found.output):
+        raise Decline(f"it is trained, and a query that sees no key loses the logarithm of the sum in {scores.fill:g}",
+                      anchor, "use softmax or log_softmax, or fill with -inf")  # fmt: skip
     v_named = named(Var("dv", const(int(found_dv(v)))))
     at = place(anchor)
     region = AttentionRegion(
@@ -235,6 +237,7 @@ def bind(
         keep=tuple(map(named, scores.keep)),
         filled_score=named(found.weights.scores) if blind else None,
         fill=scores.fill if blind else float("-inf"),
+        subtracted=subtracted,
         weight=named(found.weights.factor),
         sink=named(found.weights.sink) if found.weights.sink is not None else None,
         empty_row=found.weights.empty_row,

@@ -2,7 +2,8 @@
 
     SDPA(Q, K, V, mask, p) = dropout(softmax(scale * Q K^T + mask), p) V,   a query whose mask is all False gives 0
 
-Only calls that PyTorch's own flash kernels do not run are written out: those with a mask, and with dropout on a CPU.
+Only calls that PyTorch's own flash kernels do not run are written out: those with a mask, with dropout on a CPU, and of
+few queries on keys and values that are fetched by a table, which those kernels would have to be copied for.
 What a mask and is_causal mean together depends on the kernel that PyTorch chooses, so such a call is its own too.
 """
 
@@ -12,17 +13,22 @@ import contextlib
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
 from fusecomp.graph.capture import Known, inline
-from fusecomp.graph.facts import op_name, value
-from fusecomp.patterns.lift import argument
+from fusecomp.graph.facts import op_name, shape, value
+from fusecomp.ir.expr import Const
+from fusecomp.patterns.lift import VIEWS, argument
+from fusecomp.patterns.operands import FETCHES
 
 CALL = "scaled_dot_product_attention"
 PLAIN = "PyTorch's own flash kernels run a scaled_dot_product_attention call that has no mask tensor"
+FEW_QUERIES = 16
+"""At most so many are decoding, for which the generated kernels split the keys."""
 BOTH = "a scaled_dot_product_attention call with a mask tensor and is_causal, whose meaning depends on PyTorch's kernel"
 
 
@@ -60,11 +66,25 @@ def definition(how: How, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = 
 
 
 def plain(call: Node) -> str:
-    """Why PyTorch's own kernels run an SDPA call: it has no mask tensor, and on a CPU no dropout. "" for another."""
+    """Why PyTorch's own kernels run an SDPA call. "" for another."""
     how = How.of(call)
     if argument(call, 3, "attn_mask") is not None:
         return BOTH if how.causal else ""
-    return "" if how.p != 0 and value(call).device.type == "cpu" else PLAIN
+    dropped = how.p != 0 and value(call).device.type == "cpu"
+    return "" if dropped or (few(call) and all(map(fetched, call.args[1:3]))) else PLAIN
+
+
+def few(call: Node) -> bool:
+    """Whether so few queries are asked that reading the keys is what takes the time."""
+    m = shape(call)[-2]
+    return isinstance(m, Const) and m.value <= FEW_QUERIES
+
+
+def fetched(x: Any) -> bool:
+    """Whether a tensor is rearranged from what a table names."""
+    while op_name(x) in VIEWS:
+        x = x.args[0]
+    return op_name(x) in FETCHES
 
 
 def calls(module: GraphModule) -> list[Node]:

@@ -8,6 +8,7 @@
     exp(a) / (exp(t) + sum_j exp(a_j))   softmax with sink t   cat([a, t]) cut off again; + 1 is t = 0
     w * softmax(a)                       a factor behind the softmax
     isnan(p) ? 0 : p                     rows that see no key give 0
+    c ? softmax(c ? a : -inf) : 0        the same
     any_j (a_j != -inf) ? softmax(a) : 0 the same
 
 Numerators and the terms of sums are read in one form, u exp(a), by `exponential`.
@@ -16,7 +17,7 @@ Numerators and the terms of sums are read in one form, u exp(a), by `exponential
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import reduce
+from functools import partial, reduce
 
 from fusecomp.ir.algebra import ZERO, apply, const, log_add_exp, substitute
 from fusecomp.ir.expr import Apply, Cast, Const, Expr, Reduce, Var, dtype_kind, variables
@@ -34,6 +35,7 @@ from fusecomp.patterns.exponentials import (
     unshifted,
 )  # fmt: skip
 from fusecomp.patterns.lift import Decline
+from fusecomp.patterns.masks import conjuncts, split
 
 MOST_EXTRAS = 8
 """Entries of the normaliser that are not keys: a sink is one."""
@@ -80,10 +82,21 @@ def softmax_weights(e: Expr, key: Var) -> Weights | None:
             found = softmax_weights(x, key)
             return found and replace(found, empty_row="zero")
         case Apply("where", (c, x, Const(0 | 0.0))) if not reduces(c):
-            return scaled(softmax_weights(x, key), choice(c))
+            return shown(softmax_weights(x, key), c)
         case Apply("where", (c, Const(0 | 0.0), x)) if not reduces(c):
-            return scaled(softmax_weights(x, key), choice(apply("not", c)))
+            return shown(softmax_weights(x, key), apply("not", c))
     return None
+
+
+def shown(weights: Weights | None, c: Expr) -> Weights | None:
+    """c ? weights : 0. Where c says all that the mask under the softmax says, a row without keys gives 0."""
+    if weights is None:
+        return None
+    terms, scores = conjuncts(c), split(weights.scores)
+    if scores.keep and scores.fill == -INF and set(scores.keep) <= set(terms):
+        weights = replace(weights, empty_row="zero" if weights.sink is None else weights.empty_row)
+        terms = tuple(t for t in terms if t not in scores.keep)
+    return weights.times(choice(reduce(partial(apply, "and"), terms))) if terms else weights
 
 
 def inverted(x: Expr, w: Expr, key: Var) -> Weights | None:

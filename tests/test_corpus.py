@@ -18,10 +18,13 @@ from corpus import (
     packed,
     paged,
     paged_fetched,
+    paged_latent,
     paged_masked,
     paged_more,
     paged_near,
+    paged_near_served,
     paged_near_writes,
+    paged_served,
     paged_written,
     score,
     spelled,
@@ -34,7 +37,10 @@ from fusecomp.pipeline import Compilation
 from fusecomp.report import Entry
 
 ROOT = Path(__file__).parent
-LONG = (dense, paged, paged_fetched, paged_masked, paged_more, paged_near, paged_near_writes, paged_written)
+LONG = (
+    dense, paged, paged_fetched, paged_masked, paged_more, paged_written, paged_served, paged_latent, paged_near,
+    paged_near_writes, paged_near_served,
+)  # fmt: skip
 TABLES = (*LONG, spelled, masked, packed, written, twins, idioms, logsums)
 
 QUICK = {
@@ -50,7 +56,9 @@ QUICK = {
     "slots_of_padding", "pages_kept_apart", "exponentials_of_pages", "elements_taken", "pools_returned",
     "bits_that_collide", "truncated_below_zero", "blocks_out_of_order", "later_of_two_lengths",
     "past_the_length_or_even", "doubled_in_eight_bits", "rounded_on_the_way", "values_written_under_the_scores",
-    "written_between_fetch_and_use",
+    "written_between_fetch_and_use", "distances_filled_twice", "ring_by_age", "beams_gathered", "pages_chosen_by_head",
+    "tokens_chosen_by_head", "scale_and_zero_of_each_token", "halves_of_the_table", "soft_cap_after_the_mask",
+    "half_of_a_mask_filled_again", "zero_in_the_bytes", "merged_in_base_two", "empty_part_under_a_finite_fill",
 }  # fmt: skip
 """Of the long tables, what every run takes; the rest is slow."""
 INTERPRETED = "mul_scale,gqa_repeat_kv,causal_bottom_right,dead_row_finfo_min,sink_logit,two_index,slot_index"

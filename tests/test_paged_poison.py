@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from corpus import paged, paged_fetched, paged_masked, paged_more, paged_written
+from corpus import paged, paged_fetched, paged_latent, paged_masked, paged_more, paged_served, paged_written
 from kernels import Interpreter, tiles
 from paging import cache_of, filled, more, run
 from torch import Tensor
@@ -138,7 +138,7 @@ EMPTY = {"sequence_without_keys"}
 """Programs that give NaN."""
 FUSING = [
     pytest.param(c, id=c.name, marks=() if c.name in QUICK else pytest.mark.slow)
-    for table in (paged, paged_fetched, paged_masked, paged_more, paged_written)
+    for table in (paged, paged_fetched, paged_masked, paged_more, paged_served, paged_latent, paged_written)
     for c in table.CASES
     if c.expect == "fuse" and c.name not in ENDLESS | EMPTY
 ]

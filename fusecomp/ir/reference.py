@@ -286,6 +286,8 @@ def softmax(region: AttentionRegion, logits: Tensor, env: Env, out: Tensor | Non
     if region.sink is not None:
         sink = evaluate_expr(region.sink, env).to(env.dtype).expand(*logits.shape[:-1], 1)
         return torch.cat([logits, sink], -1).softmax(-1)[..., :-1]
+    if region.subtracted:
+        return (logits - torch.logsumexp(logits, -1, keepdim=True)).exp()
     p = torch.softmax(logits, -1, out=out)
     if region.empty_row == "zero":
         p = torch.where((logits == -math.inf).all(-1, keepdim=True), 0.0, p)

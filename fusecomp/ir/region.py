@@ -69,6 +69,9 @@ class AttentionRegion:
     key. None where dead scores are -inf (such a row is then `empty_row`) or where every row provably sees a key."""
     fill: float = float("-inf")
     """What S holds at dead positions. See `rescue_below`."""
+    subtracted: bool = False
+    """Whether the weights of rows that need their fill are exp(S - L), L = log sum exp(S) as it is rounded: in a large
+    fill the logarithm is lost, and each weight is 1."""
     weight: Expr = Const(1.0)
     """A factor on the probabilities, after the softmax."""
     sink: Expr | None = None
@@ -127,8 +130,9 @@ class AttentionRegion:
     def key(self) -> str:
         """A hash of what the kernel computes; where it came from does not count."""
         plain = replace(self, origin="", source="")
-        values = [getattr(plain, f.name) for f in fields(plain) if f.name != "lse"]
-        return hashlib.sha256(repr([*values, *(["lse"] if self.lse else [])]).encode()).hexdigest()[:16]
+        said = [name for name in ("lse", "subtracted") if getattr(self, name)]
+        values = [getattr(plain, f.name) for f in fields(plain) if f.name not in ("lse", "subtracted")]
+        return hashlib.sha256(repr([*values, *said]).encode()).hexdigest()[:16]
 
     @property
     def head_size(self) -> int:
@@ -179,7 +183,8 @@ def describe(region: AttentionRegion) -> Iterator[str]:
     if region.keep:
         yield f"    keep  {'  and  '.join(map(_clause, region.keep))}"
     if region.filled_score is not None:
-        yield f"    elsewhere S = {region.fill!r}; a row that sees no key averages over all of them"
+        all_of_them = "takes exp(S - log sum exp(S)) of" if region.subtracted else "averages over"
+        yield f"    elsewhere S = {region.fill!r}; a row that sees no key {all_of_them} all of them"
     if region.sink is not None:
         yield f"    sink  {text(region.sink)}"
     weights = "softmax(S)" if region.weight == Const(1.0) else f"({_clause(region.weight)} * softmax(S))"

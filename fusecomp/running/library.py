@@ -17,13 +17,12 @@ from fusecomp.graph.capture import inline
 from fusecomp.ir.expr import Const, Score, Var
 from fusecomp.ir.region import Access, AttentionRegion, extent
 from fusecomp.patterns.build import Match
+from fusecomp.patterns.sdpa import FEW_QUERIES
 from fusecomp.running.blocks import folded
 from fusecomp.running.operator import Launch
 from fusecomp.running.substitute import take_place
 
 DEVICES = ("cuda",)
-FEW_QUERIES = 16
-"""At most so many are decoding, for which the generated kernels split the keys."""
 HALF = ("bfloat16", "float16")
 WIDEST = 256
 """Head size up to which PyTorch's fused kernels go; it must be a multiple of 8."""
