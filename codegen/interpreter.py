@@ -14,6 +14,7 @@ def interpreting() -> bool:
 def teach() -> None:
     """What generated kernels use and the interpreter has not."""
     teach_bfloat16()
+    teach_rounding()
     teach_overlap()
 
 
@@ -38,6 +39,35 @@ def teach_bfloat16() -> None:
 
     create_dot.knows_bfloat16 = True  # type: ignore[attr-defined]
     builder.create_dot = create_dot
+
+
+def teach_rounding() -> None:
+    """Let float32 numbers become the nearest bfloat16, as on a device: the interpreter cuts their last bits off."""
+    from triton.runtime import interpreter
+
+    builder: Any = interpreter.InterpreterBuilder
+    original = builder.cast_impl
+    if getattr(original, "rounds", False):
+        return
+
+    def cast_impl(self: Any, src: Any, dst_type: Any) -> Any:
+        import triton.language as tl
+
+        if (src.dtype.scalar, dst_type.scalar) != (tl.float32, tl.bfloat16):
+            return original(self, src, dst_type)
+        return interpreter.TensorHandle(nearest_bfloat16(src.data), tl.bfloat16)
+
+    cast_impl.rounds = True  # type: ignore[attr-defined]
+    builder.cast_impl = cast_impl
+
+
+def nearest_bfloat16(x: Any) -> Any:
+    """The upper half of each float32's bits, ties to even; NaN stays NaN."""
+    import numpy as np
+
+    bits = np.ascontiguousarray(x).view(np.uint32).astype(np.uint64)
+    rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
+    return np.where(np.isnan(x), 0x7FC0, rounded).astype(np.uint16)
 
 
 def _in_float32(interpreter: Any, x: Any) -> Any:

@@ -46,7 +46,8 @@ def _wrap_item(item: str) -> list[str]:
     indent = item[: len(item) - len(item.lstrip())]
     if broken := _broken(item):
         return broken
-    terms = _terms(item.strip().removesuffix(",")) or [item.strip()]
+    whole = item.strip().removesuffix(",")
+    terms = _terms(whole) or [whole]
     return [*(indent + term for term in terms[:-1]), f"{indent}{terms[-1]},"]
 
 

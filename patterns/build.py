@@ -219,7 +219,7 @@ def bind(
     blind = scores.fill != float("-inf") and not sees_a_key(scores.keep, found.index("q_idx"), found.index("kv_idx"))
     blind = blind and found.weights.sink is None
     subtracted = blind and found.weights.subtracted
-    if subtracted and records(found.output):
+    if subtracted and learns(found.output):
         raise Decline(f"it is trained, and a query that sees no key loses the logarithm of the sum in {scores.fill:g}",
                       anchor, "use softmax or log_softmax, or fill with -inf")  # fmt: skip
     v_named = named(Var("dv", const(int(found_dv(v)))))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import os
 import pickle
 import re
@@ -23,9 +24,11 @@ from fusecomp.codegen.base2 import LOG2E, exponent
 from fusecomp.codegen.cheaper import cheaper
 from fusecomp.codegen.compiled import cross_compile
 from fusecomp.codegen.emit import emit
+from fusecomp.codegen.interpreter import nearest_bfloat16
 from fusecomp.codegen.printer import Names, triton_text
 from fusecomp.codegen.skeletons import fill
 from fusecomp.codegen.source import KernelSource, check
+from fusecomp.codegen.wrap import wrapped_lines
 from fusecomp.errors import CacheError, KernelError
 from fusecomp.ir.algebra import apply
 from fusecomp.ir.expr import Cast, Const, Expr, Var
@@ -94,6 +97,20 @@ PRINTED = [
     (Const(1e300), "3.4028234663852886e+38"),
     (Const(-2.5), "-2.5"),
 ]
+
+
+def test_arguments_that_cannot_be_broken_keep_one_comma() -> None:
+    wide = " < ".join(f"(value_{i})" for i in range(12))
+    body = wrapped_lines(f"keep = where({wide}, {wide}, other)")
+    assert ",," not in body
+    assert ast.dump(ast.parse(body)) == ast.dump(ast.parse(f"keep = where({wide}, {wide}, other)"))
+
+
+def test_the_interpreter_rounds_as_a_device_does() -> None:
+    special = torch.tensor([float("nan"), float("inf"), -float("inf"), 3.4e38, 0.0, 1011.0, 1010.0])
+    x = torch.cat([torch.randn(1000) * 300, special])
+    bits = torch.from_numpy(nearest_bfloat16(x.numpy()).view("int16"))
+    torch.testing.assert_close(bits.view(torch.bfloat16), x.bfloat16(), rtol=0, atol=0, equal_nan=True)
 
 
 @pytest.mark.parametrize(("e", "expected"), PRINTED, ids=lambda x: x if isinstance(x, str) else "")
