@@ -60,7 +60,7 @@ def asking(generate: Callable[..., Lowered], heard: list[str]) -> Callable[..., 
 
 
 def test_kernels_in_the_interpreter() -> None:
-    only = "bias_of_each_head,t5_buckets,sinks,swin_temperature,bert_padding,packed_projection"
+    only = "bias_of_each_head,t5_buckets,sinks,swin_temperature,bert_padding,packed_projection,in_place,zeroed"
     out = interpret("--train", "--file", learned.__file__, "--only", only)
     assert "wrong 0, errors 0" in out
 

@@ -232,7 +232,7 @@ def attend(region: AttentionRegion, env: Env) -> Tensor:
     v = operand(region, region.v, region.pv_dtype, env.over(*env.axes[:-2], env.axes[-1], region.dv.name))
     if reads is not None:  # a key that no row sees is not read: its value may be anything
         v = torch.where(reads.any(-2).unsqueeze(-1), v, 0.0)
-    out = weights @ v
+    out = weights @ v.expand(*v.shape[:-2], weights.shape[-1], -1)  # values may be the same for all keys
     return out.expand(*env.shape[:-1], out.shape[-1])
 
 

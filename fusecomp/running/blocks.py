@@ -130,13 +130,14 @@ class Blocks:
     def _hold(self, env: Env, room: tuple[Tensor, Tensor]) -> Held:
         """The operands of some heads in the working dtype, Q scaled, K transposed."""
         r, (*batch, row, key) = self.region, env.axes
-        shape = env.shape[:-2]
+        shape, n = env.shape[:-2], env.shape[-1]
         q, k = [], []
         for p, c in zip(r.products, self.factors, strict=True):
             x = operand(r, p.q, p.dtype, env.over(*batch, row, p.d.name)).expand(*shape, -1, -1)
             q.append(_flat(x * c if c != 1.0 else x, shape))
-            k.append(_flat(operand(r, p.k, p.dtype, env.over(*batch, key, p.d.name)), shape).transpose(-2, -1))
-        v = _flat(operand(r, r.v, r.pv_dtype, env.over(*batch, key, r.dv.name)), shape)
+            x = operand(r, p.k, p.dtype, env.over(*batch, key, p.d.name))
+            k.append(_flat(_of_each_key(x, n), shape).transpose(-2, -1))
+        v = _flat(_of_each_key(operand(r, r.v, r.pv_dtype, env.over(*batch, key, r.dv.name)), n), shape)
         return Held(tuple(q), tuple(k), v, room)
 
     def _block(self, env: Env, held: Held, lse: Tensor | None) -> Tensor:
@@ -224,6 +225,11 @@ class Held:
         """p V over (batch axes, rows, dv)."""
         v = self.v.narrow(1, keys.start, len(keys))
         return _multiply(p.reshape(-1, *p.shape[-2:]), v).view(*p.shape[:-1], v.shape[-1])
+
+
+def _of_each_key(x: Tensor, n: int) -> Tensor:
+    """K or V with its N keys, where it may be the same for all."""
+    return x.expand(*x.shape[:-2], n, x.shape[-1])
 
 
 def _flat(x: Tensor, shape: tuple[int, ...]) -> Tensor:

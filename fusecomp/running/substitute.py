@@ -11,7 +11,8 @@ from torch.fx import GraphModule, Node
 
 from fusecomp.codegen.logsumexp import saved
 from fusecomp.codegen.source import KernelSource
-from fusecomp.graph.learning import carry
+from fusecomp.graph.facts import storage, written_arguments
+from fusecomp.graph.learning import carry, records
 from fusecomp.patterns.build import Match
 from fusecomp.patterns.naming import SizeSource
 from fusecomp.running.operator import empty_ordered
@@ -31,6 +32,8 @@ def substitute(
     lengths: dict[tuple[Node, int], Any] = {}
     with graph.inserting_before(match.place):
         tensors = [on_device(n, output) for n in match.inputs]
+        if records(output):
+            tensors = [kept(n, match.place) for n in tensors]
 
         def length(source: SizeSource) -> Any:
             if not isinstance(source, tuple):
@@ -58,7 +61,32 @@ def substitute(
         if len(shape) > output.meta["val"].dim():  # the query axis that O itself does not have
             new = graph.call_function(torch.ops.aten.squeeze.dim, (node, len(shape) - 1))
             described(new, output)
+        if saves and records(output) and overwritten(output, match.place):
+            new = copied(new)
     take_place(match, new)
+    return new
+
+
+def kept(node: Node, place: Node) -> Node:
+    """What a backward pass may read after the whole graph has run: a copy of what is written into after `place`.
+    Eager's own backward may not need it."""
+    return copied(node) if overwritten(node, place) else node
+
+
+def overwritten(node: Node, place: Node) -> bool:
+    """Whether something after `place` writes into the memory of `node`."""
+    memory, later = storage(node), place
+    while memory is not None and later.op != "root":
+        if any(storage(target) == memory for target in written_arguments(later)):
+            return True
+        later = later.next
+    return False
+
+
+def copied(node: Node) -> Node:
+    new = node.graph.call_function(torch.ops.aten.clone.default, (node,))
+    described(new, node)
+    carry(node, new)
     return new
 
 

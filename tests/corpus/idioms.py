@@ -376,3 +376,15 @@ def difference_of_halves_of_one_softmax(q: Tensor, k: Tensor, v: Tensor, lam: Te
 @CASES.fuse()
 def output_scaled_in_place(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return torch.matmul(scores(q, k).softmax(-1), v).mul_(2.0)
+
+
+@CASES.fuse(lambda d: [*qkv(d)[:2], d(2, 3, 1, 8)])
+def one_value_for_all_keys(q: Tensor, k: Tensor, x: Tensor) -> Tensor:
+    weights = scores(q, k).softmax(-1) * torch.arange(k.shape[-2], device=q.device)
+    return weights @ x.expand(2, 3, k.shape[-2], 8)
+
+
+@CASES.fuse(lambda d: [qkv(d)[0], d(2, 3, 1, 8), qkv(d)[2]])
+def one_key_repeated(q: Tensor, x: Tensor, v: Tensor) -> Tensor:
+    k = x.expand(2, 3, v.shape[-2], 8)
+    return (scores(q, k) - torch.arange(v.shape[-2], device=q.device) * scores(q, k)).softmax(-1) @ v

@@ -155,3 +155,21 @@ def heads_in_the_batch(q: Tensor, k: Tensor, v: Tensor, scale: Tensor) -> Tensor
     q, k, v = (x.reshape(b * h, n, -1) for x in (q, k, v))
     s = torch.bmm(q, k.transpose(1, 2)).view(b, h, n, n) * scale[:, None, None]
     return torch.bmm(s.softmax(-1).view(b * h, n, n), v).view(b, h, n, -1)
+
+
+# ----------------------------------------------------------------------------------------------------------------
+# What is written into before the backward pass reads it
+
+
+@CASES.fuse()
+def output_doubled_in_place(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    out = scores(q, k).softmax(-1) @ v
+    out[:, 0] *= 2
+    return out.transpose(1, 2)
+
+
+@CASES.fuse(lambda d: [*qkv(d), d(1, 3, d.n(13), d.n(21))])
+def bias_zeroed(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Tensor:
+    out = (scores(q, k) + bias).softmax(-1) @ v
+    bias.zero_()
+    return out
