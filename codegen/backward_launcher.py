@@ -9,7 +9,7 @@ from fusecomp.codegen.backward_frame import GradientFrame, Leaf, roles
 from fusecomp.codegen.backward_keys import axis_size
 from fusecomp.codegen.backward_pairs import direct, kept_axes, members, walked_axes
 from fusecomp.codegen.backward_sums import memory, totals
-from fusecomp.codegen.launcher import argument, outer_sizes, unpacked, wrapped
+from fusecomp.codegen.launcher import arguments, outer_sizes, ranks_of, rounded_up, unpacked, wrapped
 from fusecomp.codegen.logsumexp import saved
 from fusecomp.codegen.printer import triton_text
 from fusecomp.ir.region import AttentionRegion
@@ -31,13 +31,18 @@ def learned(frame: GradientFrame) -> tuple[str, ...]:
 def parameters(frame: GradientFrame, read: Iterable[str]) -> list[str]:
     """What a kernel takes, of what it reads: pointers, strides, sizes, its tile."""
     names, region = set(read), frame.region
-    ranks = {"out": len(region.out_axes), "grad_out": len(region.out_axes)}
-    ranks |= {f"grad_{name}": len(region.operand(name).shape) for name in learned(frame)}
-    ranks |= {o.name: len(o.shape) for o in region.operands}
+    ranks = with_gradients(frame)
     pointers = [*(f"{t}_ptr" for t in ranks), "lse_ptr", "grad_lse_ptr", "delta_ptr"]
     pointers += [f"{x.name}_sums_ptr" for x in frame.leaves]
     strides = [f"{t}_stride_{i}" for t, rank in ranks.items() for i in range(rank)]
     return [p for p in (*pointers, *strides, *region.sizes, "splits", "BLOCK_M", "BLOCK_N") if p in names]
+
+
+def with_gradients(frame: GradientFrame) -> dict[str, int]:
+    """How many axes each tensor has."""
+    ranks = ranks_of(frame)
+    gradients = {f"grad_{name}": ranks[name] for name in ("out", *learned(frame))}
+    return {"out": ranks.pop("out"), **gradients, **ranks}
 
 
 def declared(params: Sequence[str]) -> Lines:
@@ -45,21 +50,23 @@ def declared(params: Sequence[str]) -> Lines:
     return [f"{p}: tl.constexpr" if p.startswith("BLOCK_") else p for p in params]
 
 
-def call(kernel: str, grid: Sequence[str], params: Sequence[str], plan: TilePlan, warps: int, stages: int) -> Lines:
+def call(
+    frame: GradientFrame, kernel: str, grid: Sequence[str], params: Sequence[str], plan: TilePlan
+) -> Lines:
     """kernel[grid](...) on the current stream."""
     tile = {"BLOCK_M": plan.block_m, "BLOCK_N": plan.block_n}
-    given = [f"{p}={tile[p]}" if p in tile else argument(p) for p in params]
-    lines = wrapped([*given, f"num_warps={warps}", f"num_stages={stages}"], 8)
+    given = [f"{p}={tile[p]}" if p in tile else p for p in arguments(params, with_gradients(frame))]
+    lines = wrapped([*given, f"num_warps={plan.warps}", f"num_stages={plan.stages}"], 8)
     return [f"{kernel}[({' * '.join(grid)},)](", *("    " + line for line in lines), ")"]
 
 
 def query_grid(frame: GradientFrame, block_m: int) -> Lines:
-    return [*outer_sizes(frame), f"triton.cdiv({triton_text(frame.q_idx.size, frame.names)}, {block_m})"]
+    return [*outer_sizes(frame), rounded_up(triton_text(frame.q_idx.size, frame.names), block_m)]
 
 
 def key_grid(frame: GradientFrame, block_n: int) -> Lines:
     size = triton_text(frame.kv_idx.size, frame.names)
-    return [*(axis_size(frame, v) for v in frame.key_axes), f"triton.cdiv({size}, {block_n})"]
+    return [*(axis_size(frame, v) for v in frame.key_axes), rounded_up(size, block_n)]
 
 
 def backward_launch(frames: dict[str, GradientFrame], params: dict[str, list[str]]) -> Lines:
@@ -80,12 +87,12 @@ def backward_launch(frames: dict[str, GradientFrame], params: dict[str, list[str
         *(line for leaf in queries.leaves if leaf.name not in frames for line in memory(queries, leaf)),
     ]
     block = TilePlan("", DELTA_ROWS, 0, (), (), 4, 1)
-    lines += call("row_products", query_grid(queries, DELTA_ROWS), params["row_products"], block, 4, 1)
+    lines += call(queries, "row_products", query_grid(queries, DELTA_ROWS), params["row_products"], block)
     grid = query_grid(queries, plan.block_m)
-    kernel = call("query_gradient", grid, params["query_gradient"], plan, plan.warps, plan.stages)
+    kernel = call(queries, "query_gradient", grid, params["query_gradient"], plan)
     lines += _where_wanted(asked, kernel, region)
     grid = key_grid(keys, other.block_n)
-    kernel = call("key_gradients", grid, params["key_gradients"], other, other.warps, other.stages)
+    kernel = call(keys, "key_gradients", grid, params["key_gradients"], other)
     lines += _where_wanted(seen, kernel, region)
     for name in learned(queries):
         if name in queries.learned:
@@ -111,16 +118,16 @@ def _pairs(frame: GradientFrame, leaf: Leaf, params: dict[str, list[str]]) -> Li
     region, plan = frame.region, frame.plan
     m, n = (triton_text(v.size, frame.names) for v in (frame.q_idx, frame.kv_idx))
     kept = [axis_size(frame, v) for v in kept_axes(region, leaf)]
-    grid = [*kept, f"triton.cdiv({m}, {plan.block_m})", f"triton.cdiv({n}, {plan.block_n})"]
+    grid = [*kept, rounded_up(m, plan.block_m), rounded_up(n, plan.block_n)]
     walked, lines = walked_axes(region, leaf), []
     if walked:
-        fill = f"triton.cdiv({PROGRAMS}, {' * '.join(grid)})"
+        fill = rounded_up(str(PROGRAMS), f"({' * '.join(grid)})")
         lines.append(f"splits = min({members(frame, leaf)}, {fill})")
         grid = ["splits", *grid]
     if not direct(frame, leaf):
         lines += memory(frame, leaf, "splits" if walked else "1")
     kernel = f"{leaf.name}_gradient"
-    return [*lines, *call(kernel, grid, params[kernel], plan, plan.warps, plan.stages)]
+    return [*lines, *call(frame, kernel, grid, params[kernel], plan)]
 
 
 def _gradients(frame: GradientFrame, names: Sequence[str]) -> Lines:

@@ -12,7 +12,7 @@ from __future__ import annotations
 from fusecomp.codegen.address import sum_text
 from fusecomp.codegen.descriptors import prepared
 from fusecomp.codegen.frame import Frame
-from fusecomp.codegen.launcher import call, no_keys, unpacked
+from fusecomp.codegen.launcher import call, no_keys, rounded_up, unpacked
 from fusecomp.codegen.memory import output_row
 from fusecomp.codegen.printer import triton_dtype, triton_text
 from fusecomp.codegen.schedule import count, decoded
@@ -102,8 +102,8 @@ def decode_launch(frame: Frame, kernels: dict[str, list[str]], saves_lse: bool =
     """Programs enough to fill the device, and one more for each request."""
     n, m = (triton_text(v.size, frame.names) for v in (frame.kv_idx, frame.q_idx))
     rows = f"min({m}, {frame.rows_per_tile_name}.value)" + (" * PACK.value" if frame.member else "")
-    keys = "BLOCK_N.value * SHARE.value" if frame.plan.share else "BLOCK_N.value"
-    most = f"requests * units * triton.cdiv({n}, {keys})"
+    keys = "(BLOCK_N.value * SHARE.value)" if frame.plan.share else "BLOCK_N.value"
+    most = f"requests * units * {rounded_up(n, keys)}"
     filling = "programs = RESIDENT.value * multiprocessors(out.device)"
     grid = [f"grid = {most}"] if frame.plan.share else [filling, f"grid = min(programs + requests * units, {most})"]
     scratch = "dtype=torch.float32, device=out.device"

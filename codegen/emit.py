@@ -104,7 +104,7 @@ def kernels_of(frame: Frame, saves_lse: bool) -> tuple[str, list[str]]:
     return kernels, launcher
 
 
-PORTABLE = "import triton.language as tl"
+PORTABLE = "import triton\nimport triton.language as tl"
 
 RESERVED = frozenset({
     "d", "dv", "n", "n_pos", "row", "q_row", "q_idx", "q_pos", "q_start", "q_last", "q_tiles", "outer", "program",

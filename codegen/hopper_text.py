@@ -18,7 +18,17 @@ from fusecomp.codegen.hopper_skeletons import (
     STEP,
     TANH,
 )
-from fusecomp.codegen.launcher import argument, no_keys, outer_sizes, parameters, unpacked, unspecialised, wrapped
+from fusecomp.codegen.launcher import (
+    arguments,
+    no_keys,
+    outer_sizes,
+    parameters,
+    ranks_of,
+    rounded_up,
+    unpacked,
+    unspecialised,
+    wrapped,
+)
 from fusecomp.codegen.logsumexp import store_lse
 from fusecomp.codegen.memory import element_pointers, fixed_loads, output_index
 from fusecomp.codegen.printer import FLOAT_MAX, literal, triton_dtype, triton_text
@@ -223,19 +233,19 @@ def _launch(frame: Frame, params: list[str], saves_lse: bool) -> Lines:
     tensors = {"q": product.q.operand, "k": product.k.operand, "v": region.v.operand, "out": "written"}
     rows = {"q": m, "k": n, "v": n, "out": m}
     described = [f"{t}_desc = described({tensors[t]}, {block}, {rows[t]})" for t, block in blocks(frame).items()]
-    arguments = wrapped([*map(argument, params), f"num_warps={frame.plan.warps}", f"maxnreg={REGISTERS}"], 8)
+    given = wrapped([*arguments(params, ranks_of(frame)), f"num_warps={frame.plan.warps}", f"maxnreg={REGISTERS}"], 8)
     return [
         *unpacked(region),
         *no_keys(frame, saves_lse),
         f"{', '.join(names)} = {', '.join(f'in_rows({name})' for name in names)}",
         "written = in_rows(out)",
         *described,
-        f"tiles = {outer} * triton.cdiv({m}, BLOCK_M.value)",
+        f"tiles = {outer} * {rounded_up(m, 'BLOCK_M.value')}",
         f"section = {section}",
         "counter = torch.zeros(1, dtype=torch.int32, device=out.device)",
         "programs = min(tiles, torch.cuda.get_device_properties(out.device).multi_processor_count)",
         "attention[(programs,)](",
-        *("    " + line for line in arguments),
+        *("    " + line for line in given),
         ")",
         "if written is not out:",
         "    out.copy_(written)",

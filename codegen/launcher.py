@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from fusecomp.codegen.descriptors import prepared
 from fusecomp.codegen.frame import Frame
@@ -20,10 +20,9 @@ SCHEDULED = ("requests", "units", "programs")
 def parameters(frame: Frame, read: Iterable[str]) -> list[str]:
     """What a kernel takes, of what it reads: pointers, strides, sizes, in the order of the operands."""
     names = set(read)
-    tensors = ["out", *(o.name for o in frame.region.operands)]
-    pointers = [f"{t}_ptr" for t in (*tensors, "tiles", "states")]
-    ranks = [len(frame.region.out_axes), *(len(o.shape) for o in frame.region.operands)]
-    strides = [f"{t}_stride_{i}" for t, rank in zip(tensors, ranks, strict=True) for i in range(rank)]
+    ranks = ranks_of(frame)
+    pointers = [f"{t}_ptr" for t in (*ranks, "tiles", "states")]
+    strides = [f"{t}_stride_{i}" for t, rank in ranks.items() for i in range(rank)]
     scratch = ["lse_ptr", "part_acc_ptr", "part_max_ptr", "part_sum_ptr", "first_ptr", "shares_ptr",
                "maxima_ptr"]  # fmt: skip
     return [p for p in (*pointers, *scratch, *strides, *SCHEDULED, *frame.region.sizes) if p in names]
@@ -34,11 +33,29 @@ def unspecialised(frame: Frame, params: list[str]) -> list[str]:
     return [p for p in params if p in (*frame.region.sizes, *SCHEDULED)]
 
 
-def argument(param: str) -> str:
-    """q_ptr -> q, q_stride_2 -> q.stride(2), M -> M."""
-    if match := re.fullmatch(r"(\w+)_stride_(\d+)", param):
-        return f"{match[1]}.stride({match[2]})"
-    return param.removesuffix("_ptr")
+def arguments(params: Sequence[str], ranks: Mapping[str, int]) -> list[str]:
+    """q_ptr -> q, M -> M; every stride of q -> *q.stride(), some of them -> q.stride(2)."""
+    given: list[str] = []
+    for param in params:
+        match = re.fullmatch(r"(\w+)_stride_(\d+)", param)
+        if match is None:
+            given.append(param.removesuffix("_ptr"))
+        elif not all(f"{match[1]}_stride_{i}" in params for i in range(ranks[match[1]])):
+            given.append(f"{match[1]}.stride({match[2]})")
+        elif match[2] == "0":
+            given.append(f"*{match[1]}.stride()")
+    return given
+
+
+def ranks_of(frame: Frame) -> dict[str, int]:
+    """How many axes each tensor has."""
+    region = frame.region
+    return {"out": len(region.out_axes), **{o.name: len(o.shape) for o in region.operands}}
+
+
+def rounded_up(n: str, size: object) -> str:
+    """How many tiles of that size n makes, on the host, where triton.cdiv takes longer than a grid of them."""
+    return f"-(-{n if n.isidentifier() or n.isdigit() else f'({n})'} // {size})"
 
 
 def wrapped(items: Iterable[str], indent: int = 0, width: int = 100) -> Lines:
@@ -64,7 +81,7 @@ def by_name(tensors: Sequence[str], sizes: Sequence[str]) -> Lines:
 
 def launched_tiles(frame: Frame) -> str:
     """How many tiles the queries make, on the host."""
-    return f"triton.cdiv({triton_text(frame.q_idx.size, frame.names)}, {frame.rows_per_tile_name}.value)"
+    return rounded_up(triton_text(frame.q_idx.size, frame.names), f"{frame.rows_per_tile_name}.value")
 
 
 def units(frame: Frame) -> str:
@@ -82,8 +99,8 @@ def call(
 ) -> Lines:  # fmt: skip
     """kernel[grid](...) on the current stream, with `more` said of its launch."""
     schedule = [f"num_warps={warps or frame.plan.warps}", f"num_stages={frame.stages}", *more]
-    arguments = wrapped([*map(argument, params), *schedule], 8)
-    return [f"{kernel}[({grid},)](", *("    " + line for line in arguments), ")"]
+    given = wrapped([*arguments(params, ranks_of(frame)), *schedule], 8)
+    return [f"{kernel}[({grid},)](", *("    " + line for line in given), ")"]
 
 
 def prefill_launch(frame: Frame, kernel: str, params: list[str], saves_lse: bool = False) -> Lines:

@@ -14,7 +14,6 @@ MODULE = '''\
 """
 
 import torch
-import triton
 «language»
 
 «constants»

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from functools import cached_property, reduce
 
 from fusecomp.codegen.frame import Frame
-from fusecomp.codegen.launcher import by_name, call, parameters, unspecialised, wrapped
+from fusecomp.codegen.launcher import by_name, call, parameters, rounded_up, unspecialised, wrapped
 from fusecomp.codegen.memory import element_loads, element_pointers, fixed_loads
 from fusecomp.codegen.printer import triton_text
 from fusecomp.codegen.program import columns, decoded, query_rows
@@ -210,7 +210,7 @@ def _host(frame: TableFrame, made: Table, params: list[str]) -> str:
     return fill(HOST, {
         "axes": " ".join([*(v.name for v in made.axes), "query tiles"]),
         "unpack": by_name(made.tensors, made.sizes),
-        "rows": " * ".join([*axes, f"triton.cdiv({m}, BLOCK_M.value)"]),
+        "rows": " * ".join([*axes, rounded_up(m, "BLOCK_M.value")]),
         "keys": n,
         "states": call("tile_states", "rows * k_tiles", params, frame, warps=4),
     })  # fmt: skip

@@ -345,37 +345,31 @@ def launch(grads, out, grad_out, lse, tensors, sizes):
                 grad.zero_()
         return
     delta = torch.empty_like(lse[..., 0].contiguous())
-    row_products[(B * triton.cdiv(M, 64),)](
-        out, grad_out, delta, out.stride(0), out.stride(1), out.stride(2), grad_out.stride(0),
-        grad_out.stride(1), grad_out.stride(2), M, BLOCK_M=64, num_warps=4, num_stages=1,
+    row_products[(B * -(-M // 64),)](
+        out, grad_out, delta, *out.stride(), *grad_out.stride(), M, BLOCK_M=64, num_warps=4,
+        num_stages=1,
     )
     if grad_q is not None:
-        query_gradient[(B * triton.cdiv(M, 64),)](
-            grad_out, grad_q, q, k, v, load0, lse, delta, grad_out.stride(0), grad_out.stride(1),
-            grad_out.stride(2), grad_q.stride(0), grad_q.stride(1), grad_q.stride(2), q.stride(0),
-            q.stride(1), q.stride(2), k.stride(0), k.stride(1), k.stride(2), v.stride(0), v.stride(1),
-            v.stride(2), load0.stride(0), load0.stride(1), M, N, BLOCK_M=64, BLOCK_N=64, num_warps=8,
-            num_stages=3,
+        query_gradient[(B * -(-M // 64),)](
+            grad_out, grad_q, q, k, v, load0, lse, delta, *grad_out.stride(), *grad_q.stride(),
+            *q.stride(), *k.stride(), *v.stride(), *load0.stride(), M, N, BLOCK_M=64, BLOCK_N=64,
+            num_warps=8, num_stages=3,
         )
     if grad_k is not None or grad_v is not None:
         grad_k = torch.empty_like(k) if grad_k is None else grad_k
         grad_v = torch.empty_like(v) if grad_v is None else grad_v
-        key_gradients[(B * triton.cdiv(N, 64),)](
-            grad_out, grad_k, grad_v, q, k, v, load0, lse, delta, grad_out.stride(0),
-            grad_out.stride(1), grad_out.stride(2), grad_k.stride(0), grad_k.stride(1),
-            grad_k.stride(2), grad_v.stride(0), grad_v.stride(1), grad_v.stride(2), q.stride(0),
-            q.stride(1), q.stride(2), k.stride(0), k.stride(1), k.stride(2), v.stride(0), v.stride(1),
-            v.stride(2), load0.stride(0), load0.stride(1), M, N, BLOCK_M=64, BLOCK_N=64, num_warps=8,
-            num_stages=3,
+        key_gradients[(B * -(-N // 64),)](
+            grad_out, grad_k, grad_v, q, k, v, load0, lse, delta, *grad_out.stride(), *grad_k.stride(),
+            *grad_v.stride(), *q.stride(), *k.stride(), *v.stride(), *load0.stride(), M, N, BLOCK_M=64,
+            BLOCK_N=64, num_warps=8, num_stages=3,
         )
     if grad_load0 is not None:
-        splits = min(B, triton.cdiv(512, triton.cdiv(M, 64) * triton.cdiv(N, 64)))
+        splits = min(B, -(-512 // (-(-M // 64) * -(-N // 64))))
         load0_sums = torch.empty(splits, M, N, dtype=torch.float32, device=grad_out.device)
-        load0_gradient[(splits * triton.cdiv(M, 64) * triton.cdiv(N, 64),)](
-            grad_out, q, k, v, load0, lse, delta, load0_sums, grad_out.stride(0), grad_out.stride(1),
-            grad_out.stride(2), q.stride(0), q.stride(1), q.stride(2), k.stride(0), k.stride(1),
-            k.stride(2), v.stride(0), v.stride(1), v.stride(2), load0.stride(0), load0.stride(1), B, M,
-            N, splits, BLOCK_M=64, BLOCK_N=64, num_warps=8, num_stages=1,
+        load0_gradient[(splits * -(-M // 64) * -(-N // 64),)](
+            grad_out, q, k, v, load0, lse, delta, load0_sums, *grad_out.stride(), *q.stride(),
+            *k.stride(), *v.stride(), *load0.stride(), B, M, N, splits, BLOCK_M=64, BLOCK_N=64,
+            num_warps=8, num_stages=1,
         )
         grad_load0.copy_(load0_sums.sum((0,)).reshape(load0.shape))
 

@@ -126,10 +126,9 @@ def launch(out, tensors, sizes):
         return
     k, v = in_rows(k), in_rows(v)
     triton.set_allocator(scratch)
-    attention[(B * H * triton.cdiv(M, BLOCK_M.value),)](
-        out, q, k, v, out.stride(0), out.stride(1), out.stride(2), out.stride(3), q.stride(0),
-        q.stride(1), q.stride(2), q.stride(3), k.stride(0), k.stride(1), k.stride(2), v.stride(0),
-        v.stride(1), v.stride(2), H, M, N, num_warps=8, num_stages=3,
+    attention[(B * H * -(-M // BLOCK_M.value),)](
+        out, q, k, v, *out.stride(), *q.stride(), k.stride(0), k.stride(1), k.stride(2),
+        v.stride(0), v.stride(1), v.stride(2), H, M, N, num_warps=8, num_stages=3,
     )
 
 

@@ -19,7 +19,6 @@ function makes it again. Key e149518719748aae.
 """
 
 import torch
-import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -325,7 +324,7 @@ def launch(out, tensors, sizes):
     k_desc = described(k, [1, 1, 128, 128], N)
     v_desc = described(v, [1, 1, 128, 128], N)
     out_desc = described(written, [1, 1, 64, 128], M)
-    tiles = B * H * triton.cdiv(M, BLOCK_M.value)
+    tiles = B * H * -(-M // BLOCK_M.value)
     section = section_of(B * H, N * 512)
     counter = torch.zeros(1, dtype=torch.int32, device=out.device)
     programs = min(tiles, torch.cuda.get_device_properties(out.device).multi_processor_count)

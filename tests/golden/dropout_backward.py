@@ -305,29 +305,23 @@ def launch(grads, out, grad_out, lse, tensors, sizes):
                 grad.zero_()
         return
     delta = torch.empty_like(lse)
-    row_products[(B * H * triton.cdiv(M, 64),)](
-        out, grad_out, delta, out.stride(0), out.stride(1), out.stride(2), out.stride(3),
-        grad_out.stride(0), grad_out.stride(1), grad_out.stride(2), grad_out.stride(3), H, M,
-        BLOCK_M=64, num_warps=4, num_stages=1,
+    row_products[(B * H * -(-M // 64),)](
+        out, grad_out, delta, *out.stride(), *grad_out.stride(), H, M, BLOCK_M=64, num_warps=4,
+        num_stages=1,
     )
     if grad_q is not None:
-        query_gradient[(B * H * triton.cdiv(M, 64),)](
-            grad_out, grad_q, q, k, v, seed, lse, delta, grad_out.stride(0), grad_out.stride(1),
-            grad_out.stride(2), grad_out.stride(3), grad_q.stride(0), grad_q.stride(1),
-            grad_q.stride(2), grad_q.stride(3), q.stride(0), q.stride(1), q.stride(2), q.stride(3),
-            k.stride(0), k.stride(1), k.stride(2), k.stride(3), v.stride(0), v.stride(1), v.stride(2),
-            v.stride(3), H, M, N, BLOCK_M=64, BLOCK_N=64, num_warps=4, num_stages=3,
+        query_gradient[(B * H * -(-M // 64),)](
+            grad_out, grad_q, q, k, v, seed, lse, delta, *grad_out.stride(), *grad_q.stride(),
+            *q.stride(), *k.stride(), *v.stride(), H, M, N, BLOCK_M=64, BLOCK_N=64, num_warps=4,
+            num_stages=3,
         )
     if grad_k is not None or grad_v is not None:
         grad_k = torch.empty_like(k) if grad_k is None else grad_k
         grad_v = torch.empty_like(v) if grad_v is None else grad_v
-        key_gradients[(B * H * triton.cdiv(N, 128),)](
-            grad_out, grad_k, grad_v, q, k, v, seed, lse, delta, grad_out.stride(0), grad_out.stride(1),
-            grad_out.stride(2), grad_out.stride(3), grad_k.stride(0), grad_k.stride(1),
-            grad_k.stride(2), grad_k.stride(3), grad_v.stride(0), grad_v.stride(1), grad_v.stride(2),
-            grad_v.stride(3), q.stride(0), q.stride(1), q.stride(2), q.stride(3), k.stride(0),
-            k.stride(1), k.stride(2), k.stride(3), v.stride(0), v.stride(1), v.stride(2), v.stride(3),
-            H, M, N, BLOCK_M=32, BLOCK_N=128, num_warps=8, num_stages=3,
+        key_gradients[(B * H * -(-N // 128),)](
+            grad_out, grad_k, grad_v, q, k, v, seed, lse, delta, *grad_out.stride(), *grad_k.stride(),
+            *grad_v.stride(), *q.stride(), *k.stride(), *v.stride(), H, M, N, BLOCK_M=32, BLOCK_N=128,
+            num_warps=8, num_stages=3,
         )
 
 

@@ -200,7 +200,7 @@ def list_visits(tensors, sizes):
     those, number of others, the others."""
     load0, = tensors
     B, M, N = sizes
-    rows, k_tiles = B * triton.cdiv(M, BLOCK_M.value), N // BLOCK_N.value
+    rows, k_tiles = B * -(-M // BLOCK_M.value), N // BLOCK_N.value
     states = torch.empty(rows * k_tiles, dtype=torch.int8, device=tensors[0].device)
     tiles = torch.empty([rows, 4 + k_tiles], dtype=torch.int32, device=tensors[0].device)
     tile_states[(rows * k_tiles,)](
@@ -233,11 +233,10 @@ def launch(out, tensors, sizes):
         return
     k, v = in_rows(k), in_rows(v)
     triton.set_allocator(scratch)
-    attention[(B * H * triton.cdiv(M, BLOCK_M.value),)](
-        out, q, k, v, load0, tiles, out.stride(0), out.stride(1), out.stride(2), out.stride(3),
-        q.stride(0), q.stride(1), q.stride(2), q.stride(3), k.stride(0), k.stride(1), k.stride(2),
-        v.stride(0), v.stride(1), v.stride(2), load0.stride(0), load0.stride(2), load0.stride(3), H,
-        M, N, num_warps=4, num_stages=2,
+    attention[(B * H * -(-M // BLOCK_M.value),)](
+        out, q, k, v, load0, tiles, *out.stride(), *q.stride(), k.stride(0), k.stride(1),
+        k.stride(2), v.stride(0), v.stride(1), v.stride(2), load0.stride(0), load0.stride(2),
+        load0.stride(3), H, M, N, num_warps=4, num_stages=2,
     )
 
 

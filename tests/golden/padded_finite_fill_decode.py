@@ -304,9 +304,9 @@ def launch(out, tensors, sizes):
         out.zero_()
         return
     requests = B
-    units = H * triton.cdiv(M, BLOCK_M.value)
+    units = H * -(-M // BLOCK_M.value)
     programs = RESIDENT.value * multiprocessors(out.device)
-    grid = min(programs + requests * units, requests * units * triton.cdiv(N, BLOCK_N.value))
+    grid = min(programs + requests * units, requests * units * -(-N // BLOCK_N.value))
     part_acc = torch.empty(grid * BLOCK_M.value * 16, dtype=torch.float32, device=out.device)
     part_max = torch.empty(grid * BLOCK_M.value, dtype=torch.float32, device=out.device)
     part_sum = torch.empty_like(part_max)
@@ -314,20 +314,16 @@ def launch(out, tensors, sizes):
     shares = torch.empty_like(first)
     maxima = torch.empty(requests * units * BLOCK_M.value, dtype=torch.float32, device=out.device)
     attention[(grid,)](
-        q, k, v, load0, part_acc, part_max, part_sum, first, shares, q.stride(0), q.stride(1),
-        q.stride(2), q.stride(3), k.stride(0), k.stride(1), k.stride(2), k.stride(3), v.stride(0),
-        v.stride(1), v.stride(2), v.stride(3), load0.stride(0), requests, units, programs, M, N,
-        num_warps=4, num_stages=2,
+        q, k, v, load0, part_acc, part_max, part_sum, first, shares, *q.stride(), *k.stride(),
+        *v.stride(), *load0.stride(), requests, units, programs, M, N, num_warps=4, num_stages=2,
     )
     combine[(requests * units, min(M, BLOCK_M.value), 1,)](
-        out, part_acc, part_max, part_sum, first, shares, maxima, out.stride(0), out.stride(1),
-        out.stride(2), out.stride(3), units, M, num_warps=1, num_stages=2,
+        out, part_acc, part_max, part_sum, first, shares, maxima, *out.stride(), units, M,
+        num_warps=1, num_stages=2,
     )
     rescue[(requests * units,)](
-        out, q, k, v, load0, maxima, out.stride(0), out.stride(1), out.stride(2), out.stride(3),
-        q.stride(0), q.stride(1), q.stride(2), q.stride(3), k.stride(0), k.stride(1), k.stride(2),
-        k.stride(3), v.stride(0), v.stride(1), v.stride(2), v.stride(3), load0.stride(0), units, M,
-        N, num_warps=4, num_stages=2,
+        out, q, k, v, load0, maxima, *out.stride(), *q.stride(), *k.stride(), *v.stride(),
+        *load0.stride(), units, M, N, num_warps=4, num_stages=2,
     )
 
 

@@ -260,24 +260,22 @@ def launch(out, tensors, sizes):
         out.zero_()
         return
     requests = B
-    units = (H // 4) * triton.cdiv(M, Q_ROWS.value)
+    units = (H // 4) * -(-M // Q_ROWS.value)
     programs = RESIDENT.value * multiprocessors(out.device)
-    grid = min(programs + requests * units, requests * units * triton.cdiv(N, BLOCK_N.value))
+    grid = min(programs + requests * units, requests * units * -(-N // BLOCK_N.value))
     part_acc = torch.empty(grid * BLOCK_M.value * 128, dtype=torch.float32, device=out.device)
     part_max = torch.empty(grid * BLOCK_M.value, dtype=torch.float32, device=out.device)
     part_sum = torch.empty_like(part_max)
     first = torch.empty(requests * units, dtype=torch.int32, device=out.device)
     shares = torch.empty_like(first)
     attention[(grid,)](
-        q, k_pool, v_pool, table, lengths, part_acc, part_max, part_sum, first, shares, q.stride(0),
-        q.stride(1), q.stride(2), q.stride(3), k_pool.stride(0), k_pool.stride(1), k_pool.stride(2),
-        k_pool.stride(3), v_pool.stride(0), v_pool.stride(1), v_pool.stride(2), v_pool.stride(3),
-        table.stride(0), table.stride(1), lengths.stride(0), requests, units, programs, M, N,
-        num_warps=4, num_stages=2,
+        q, k_pool, v_pool, table, lengths, part_acc, part_max, part_sum, first, shares, *q.stride(),
+        *k_pool.stride(), *v_pool.stride(), *table.stride(), *lengths.stride(), requests, units,
+        programs, M, N, num_warps=4, num_stages=2,
     )
     combine[(requests * units, min(M, Q_ROWS.value) * PACK.value, 2,)](
-        out, part_acc, part_max, part_sum, first, shares, out.stride(0), out.stride(1),
-        out.stride(2), out.stride(3), units, M, num_warps=1, num_stages=2,
+        out, part_acc, part_max, part_sum, first, shares, *out.stride(), units, M, num_warps=1,
+        num_stages=2,
     )
 
 

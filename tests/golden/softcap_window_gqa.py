@@ -120,10 +120,9 @@ def launch(out, tensors, sizes):
     if N == 0:
         out.zero_()
         return
-    attention[(B * H * triton.cdiv(M, BLOCK_M.value),)](
-        out, q, k, v, out.stride(0), out.stride(1), out.stride(2), out.stride(3), q.stride(0),
-        q.stride(1), q.stride(2), q.stride(3), k.stride(0), k.stride(1), k.stride(2), k.stride(3),
-        v.stride(0), v.stride(1), v.stride(2), v.stride(3), H, M, N, num_warps=4, num_stages=2,
+    attention[(B * H * -(-M // BLOCK_M.value),)](
+        out, q, k, v, *out.stride(), *q.stride(), *k.stride(), *v.stride(), H, M, N, num_warps=4,
+        num_stages=2,
     )
 
 
