@@ -19,6 +19,7 @@ from fusecomp.codegen import backward_memory as memory
 from fusecomp.codegen import backward_pairs as pairs
 from fusecomp.codegen import backward_queries as queries
 from fusecomp.codegen import backward_range as ranges
+from fusecomp.codegen import turns
 from fusecomp.codegen.backward_check import backward_selfcheck
 from fusecomp.codegen.backward_exact import Fixed, require_gradients
 from fusecomp.codegen.backward_frame import GradientFrame, Leaf
@@ -50,7 +51,7 @@ from fusecomp.ir.region import AttentionRegion
 from fusecomp.planning.backward import BackwardPlan, pair_plan
 from fusecomp.planning.tile import TilePlan
 
-VERSION = 2
+VERSION = 3
 """Part of every key: raise it when the same region and plan give another kernel."""
 
 OWN = frozenset({
@@ -243,6 +244,7 @@ def constants(frame: GradientFrame, kernels: str) -> list[str]:
     known = {
         "LOG2E": (LOG2E, "log2(e)"),
         "SCALE": (scale, f"log2(e) * {scale / LOG2E:.9g}"),
+        **turns.constants(frame),
     }
     read = names_read(kernels)
     return [f"{name} = tl.constexpr({value!r})  # {what}" for name, (value, what) in known.items() if name in read]

@@ -31,6 +31,7 @@ from fusecomp.codegen.frame import Chunk
 from fusecomp.codegen.philox import fours, kept
 from fusecomp.codegen.printer import triton_text
 from fusecomp.codegen.tile import indented
+from fusecomp.codegen.turns import WHY, moves_alone, tile_of_turn
 from fusecomp.ir.expr import Expr, Var, parts
 
 Lines = list[str]
@@ -43,20 +44,19 @@ ROWS = "first_row + q_start + m"
 
 
 def program(frame: GradientFrame) -> Lines:
-    """program = outer * k_tiles + tile, key tiles fastest; outer counts the KV heads."""
+    """program = outer * k_tiles + tile, key tiles fastest unless heads take turns; outer counts the KV heads."""
     size = triton_text(frame.kv_idx.size, frame.names)
     lines, left = [], "outer"
     for place, v in reversed(list(enumerate(frame.key_axes))):
         extent = axis_size(frame, v)
         lines.append(f"{v.name} = {left} % {extent}" if place else f"{v.name} = {left}")
         left = f"{left} // {extent}"
-    return [
-        "program = tl.program_id(0)",
-        f"k_tiles = tl.cdiv({size}, BLOCK_N)",
-        "k_start = program % k_tiles * BLOCK_N",
-        "outer = tl.cast(program // k_tiles, tl.int64)",
-        *lines,
-    ]
+    tile, taken = "program % k_tiles", ["outer = tl.cast(program // k_tiles, tl.int64)"]
+    if moves_alone(frame.rows_reach.lower, frame.rows_reach.upper):
+        rows = axis_size(frame, frame.q_idx)
+        tile, taken = "(inside // turns)", [WHY, *tile_of_turn("k_tiles", "Q_TURN", rows)]
+    counted = ["program = tl.program_id(0)", f"k_tiles = tl.cdiv({size}, BLOCK_N)"]
+    return [*counted, *taken, f"k_start = {tile} * BLOCK_N", *lines]
 
 
 def axis_size(frame: GradientFrame, v: Var) -> str:

@@ -7,7 +7,7 @@ import keyword
 from collections.abc import Mapping, Set
 from functools import lru_cache
 
-from fusecomp.codegen import hopper, hopper_text
+from fusecomp.codegen import hopper, hopper_text, turns
 from fusecomp.codegen.base2 import LOG2E
 from fusecomp.codegen.decode import (
     MULTIPROCESSORS,
@@ -55,7 +55,7 @@ from fusecomp.ir.algebra import draws
 from fusecomp.ir.region import AttentionRegion
 from fusecomp.planning.tile import TilePlan
 
-VERSION = 3
+VERSION = 4
 """Part of every key: raise it when the same region and plan give another kernel."""
 
 
@@ -114,7 +114,8 @@ RESERVED = frozenset({
     "full_end", "out", "lse", "lse_max", "lse_row", "lse_rows", "sizes", "tensors", "torch", "triton", "tl",
     "attention", "combine", "log_sum", "maxima", "unseen", "multiprocessors", "key_range", "tiles_of", "unit",
     "place_of", "share_of", "in_rows", "scratch", "states", "tile_states", "list_tiles", "list_visits", "larger",
-    "other", "next_tile", "k_tiles", "seen", "full", "four", "random", "keeps", "kept_tile",
+    "other", "next_tile", "outers", "section", "turns",
+    "k_tiles", "seen", "full", "four", "random", "keeps", "kept_tile",
 }) | hopper.NAMES  # fmt: skip
 """What the skeletons call their own variables."""
 
@@ -240,7 +241,8 @@ def constants(frame: Frame, read: Set[str]) -> list[str]:
         "SPLITS": (16, "shares that are combined at a time"),
         "COLUMNS": (combined_columns(frame), "of the output, combined by one program"),
         "STAGES": (plan.stages, "tiles of K, and of V, in shared memory"),
-        "SECTION": (hopper.SECTION, "B of K and V of the heads that take turns: what stays in L2"),
+        "SECTION": (turns.SECTION, "B of K and V of the heads that take turns: what stays in L2"),
+        **turns.constants(frame),
         "LOG2E": (LOG2E, "log2(e)"),
         "SCALE": (frame.exponent.scale, f"log2(e) * {frame.exponent.scale / LOG2E:.9g}"),
         "FILLED_SCALE": (filled, f"log2(e) * {filled / LOG2E:.9g}"),

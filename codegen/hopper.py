@@ -26,8 +26,6 @@ NAMES = frozenset({
 ROWS, KEYS = 128, 128
 STAGES = {64: 3, 128: 2}
 """Of K and of V, for each head size: as many as shared memory holds beside Q and O."""
-SECTION = 32 * 2**20
-"""B of K and V of the heads that take turns: what stays in L2 (Hopper has 50 MB)."""
 REGISTERS = 168
 """Of a thread at launch; then the one that copies hands most of its own to those that multiply."""
 HALF = ("bfloat16", "float16")

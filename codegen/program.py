@@ -7,6 +7,7 @@ from fusecomp.codegen.frame import Frame
 from fusecomp.codegen.memory import output_address, row_base, row_offsets
 from fusecomp.codegen.philox import fours
 from fusecomp.codegen.printer import triton_dtype, triton_text
+from fusecomp.codegen.turns import WHY, moves_alone, tile_of_turn
 from fusecomp.ir.expr import Expr, Load, Var, parts
 from fusecomp.ir.poly import is_natural
 from fusecomp.ir.ranges import Bound
@@ -22,6 +23,10 @@ def tile_count(frame: Frame) -> str:
 def batch_axes(frame: Frame) -> Lines:
     """program = outer * q_tiles + tile, query tiles fastest; outer = b * H + h."""
     lines, tile = ["program = tl.program_id(0)", tile_count(frame)], "program % q_tiles"
+    if frame.heavy_last and not frame.tabled and moves_alone(frame.reach.upper, frame.reach.lower):
+        taken = tile_of_turn("q_tiles", "K_TURN", factor(frame.kv_idx.size, frame))
+        start = f"q_start = (q_tiles - 1 - inside // turns) * {frame.rows_per_tile_name}"
+        return [*lines, WHY, *taken, start, *decoded(frame)]
     if frame.heavy_last or frame.tabled:
         lines.append("# The tile with most keys first: the grid's tail is short")
         tile = f"(q_tiles - 1 - {tile})"

@@ -19,19 +19,24 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import triton
 
 import fusecomp
 
 
 @dataclass(frozen=True)
 class Model:
-    """A model shape and the step that is timed: batch B, length N."""
+    """A model shape and the step that is timed: batch B, length N, and another in training if given."""
 
     config: str
     cls: str
     options: dict[str, Any]
     shape: tuple[int, int]
     padded: bool = False
+    train_shape: tuple[int, int] | None = None
+
+    def rows(self, train: bool) -> tuple[int, int]:
+        return self.train_shape or self.shape if train else self.shape
 
 
 MODELS = {
@@ -56,6 +61,7 @@ MODELS = {
         "BertConfig", "BertForMaskedLM",
         {"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 12, "num_attention_heads": 16,
          "vocab_size": 30522, "max_position_embeddings": 4096}, (8, 1024), padded=True,
+        train_shape=(8, 512),
     ),
     "t5 6 + 6 layers": Model(
         "T5Config", "T5ForConditionalGeneration",
@@ -73,7 +79,7 @@ def built(model: Model, train: bool) -> tuple[torch.nn.Module, dict[str, Any]]:
     config = getattr(transformers, model.config)(**model.options)
     net = getattr(transformers, model.cls)._from_config(config, attn_implementation="eager")
     net = net.to("cuda", torch.bfloat16).train(train)
-    ids = torch.randint(0, 30000, model.shape, device="cuda")
+    ids = torch.randint(0, 30000, model.rows(train), device="cuda")
     kwargs: dict[str, Any] = {"input_ids": ids}
     if model.padded:
         mask = torch.ones_like(ids)
@@ -126,7 +132,7 @@ def measure(name: str, backend: str, train: bool) -> tuple[dict[str, Any], torch
     held = torch.cuda.memory_allocated()
     times = sorted(milliseconds(step) for _ in range(7))
     row = {
-        "model": name, "shape": MODELS[name].shape, "mode": "train" if train else "infer", "backend": backend,
+        "model": name, "shape": MODELS[name].rows(train), "mode": "train" if train else "infer", "backend": backend,
         "ms": times[3], "peak_gib": torch.cuda.max_memory_allocated() / 2**30,
         "above_held_gib": (torch.cuda.max_memory_allocated() - held) / 2**30, "first_s": first, **fusecomp.counters(),
     }  # fmt: skip
@@ -161,7 +167,8 @@ def main() -> None:
                 "device": torch.cuda.get_device_name(),
                 "torch": torch.__version__,
                 "date": str(datetime.now(tz=UTC).date()),
-                "command": "python examples/bench/e2e.py",
+                "command": "python examples/bench/e2e.py" + " --train" * chosen.train,
+                "triton": triton.__version__,
             }
             Path(chosen.out).write_text(json.dumps({**head, "rows": rows}, indent=1) + "\n")
 
