@@ -77,7 +77,7 @@ def _asked(
         raise OptionError(f"--device takes {' or '.join(DEVICES)}; got {device!r}")
     cases = known.chosen(only, names, modes, quick)
     asked = rivals.chosen(peers, device)
-    able, missing = [p for p in asked if not p.missing()], "; ".join(filter(None, (p.missing() for p in asked)))
+    able, missing = [p for p in asked if not p.missing], "; ".join(p.missing for p in asked if p.missing)
     if not able:
         raise OptionError(f"nobody is left to time: {missing}; --peers may name others")
     _check_gpu(device)

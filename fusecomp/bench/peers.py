@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
+from inspect import signature
 from typing import Any
 
 import torch
@@ -34,12 +35,13 @@ class Peer:
     bind: Callable[[Case, Effort], Bind]
     modes: Sequence[str] = tuple(MODES)
     devices: Sequence[str] = ("cuda",)
-    needs: str = ""
-    """A module that must be installed."""
+    lacks: Callable[[], str] = str
+    """What is not installed here; empty if nothing."""
 
+    @property
     def missing(self) -> str:
-        """What keeps it from running here; empty if nothing does."""
-        return f"{self.name}: no module {self.needs}" if self.needs and find_spec(self.needs) is None else ""
+        """Why it cannot run here; empty if it can."""
+        return f"{self.name}: {lack}" if (lack := self.lacks()) else ""
 
 
 def eager(case: Case, _: Effort) -> Bind:
@@ -109,6 +111,10 @@ def sdpa(backend: SDPBackend, case: Case, _: Effort) -> Bind:
     return bind
 
 
+def no_fa3() -> str:
+    return "" if find_spec("fa3_fwd_interface") else "no module fa3_fwd_interface"
+
+
 def fa3(case: Case, _: Effort) -> Bind:
     """FlashAttention-3's wheel, [B, N, H, D]."""
     import fa3_fwd_interface as library
@@ -137,6 +143,15 @@ def _first(result: Any) -> Any:
     return result[0] if isinstance(result, tuple) else result
 
 
+def no_block_tables() -> str:
+    if find_spec("torch.nn.attention.varlen") is None:
+        return f"torch {torch.__version__} has none"
+    from torch.nn.attention.varlen import varlen_attn
+
+    told = "block_table" in signature(varlen_attn).parameters
+    return "" if told else f"that of torch {torch.__version__} takes no block table"
+
+
 def varlen(case: Case, _: Effort) -> Bind:
     """PyTorch's attention over a block table, of the releases that take one."""
     from torch.nn.attention.varlen import varlen_attn
@@ -163,8 +178,8 @@ PEERS = (
     Peer("SDPA cuDNN", partial(sdpa, SDPBackend.CUDNN_ATTENTION)),
     Peer("SDPA efficient", partial(sdpa, SDPBackend.EFFICIENT_ATTENTION)),
     Peer("SDPA math", partial(sdpa, SDPBackend.MATH), devices=("cpu",)),
-    Peer("FlashAttention-3", fa3, INFERENCE, needs="fa3_fwd_interface"),
-    Peer("varlen_attn", varlen, ("paged",)),
+    Peer("FlashAttention-3", fa3, INFERENCE, lacks=no_fa3),
+    Peer("varlen_attn", varlen, ("paged",), lacks=no_block_tables),
     Peer(OURS, partial(compiled, backend=fusecomp)),
     Peer(OURS, partial(compiled, backend=fusecomp, options={"inner": "aot_eager"}), devices=("cpu",)),
 )

@@ -22,8 +22,8 @@ GROUP = 2e-4
 """s of launches between two readings of the clock, at least."""
 COLD = 512 * 2**20
 """B that one replay of what is read once goes through, at least."""
-ROUND = 8
-"""Launches of a graph, at least."""
+ROUND, SHORT = 8, 2e-3
+"""Launches of a graph, at least, where one takes less than so many s."""
 
 
 @dataclass(frozen=True)
@@ -94,10 +94,14 @@ def launch(runs: Sequence[Callable[[], Any]], protocol: str) -> Launch:
     """The first run, or all in turn in one CUDA graph where the protocol replays."""
     if protocol != "graph":
         return Launch(runs[0])
-    rounds = [*runs] * -(-ROUND // len(runs))
     for go in runs:
         go()
     torch.cuda.synchronize()
+    begun = time.perf_counter()
+    runs[0]()
+    torch.cuda.synchronize()
+    short = time.perf_counter() - begun < SHORT
+    rounds = [*runs] * (-(-ROUND // len(runs)) if short else 1)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         for go in rounds:
