@@ -12,14 +12,14 @@ from fusecomp.bench.variant import VARIANTS, Shape, Variant
 from fusecomp.errors import OptionError
 
 MODES = {
-    "forward": ("burst", "sustained"),
-    "variants": ("burst", "sustained"),
+    "forward": ("burst", "sustained", "graph"),
+    "variants": ("burst", "sustained", "graph"),
     "backward": ("burst", "sustained"),
     "small": ("sustained", "graph"),
     "decode": ("graph",),
     "paged": ("graph",),
 }
-"""The protocols of each mode. What the host could hold up is replayed from a CUDA graph."""
+"""The protocols of each mode. Replayed from a CUDA graph, the host holds up nothing."""
 READS = ("decode", "paged")
 """Modes that are bound by reading K and V."""
 

@@ -100,7 +100,7 @@ def entered(
     case: Case, peer: Peer, drawn: Sequence[Inputs], truth: Sequence[Exact], effort: Effort, device: torch.device
 ) -> Entrant | None:
     """Compiled and checked; without runs if it is wrong or raised, None if it cannot say the variant."""
-    begun = counters()
+    known, begun = counters(), time.monotonic()
     try:
         bound = peer.bind(case, effort)
         attends = [attend for x in drawn if (attend := bound(x)) is not None]
@@ -108,7 +108,8 @@ def entered(
             return None
         runs = tuple(run(case, x, attend) for x, attend in zip(drawn, attends, strict=True))
         off = error(runs[0](), truth)
-        row = Row(peer.name, error=off, peak=peak(runs[0], device), note=_note(peer, begun))
+        first = round(time.monotonic() - begun, 2)
+        row = Row(peer.name, error=off, peak=peak(runs[0], device), first=first, note=_note(peer, known))
     except Exception as problem:  # noqa: BLE001 - whatever a peer raises is its row, not the end of the run
         return Entrant(Row(peer.name, problem=said(problem)))
     if not off <= TOLERANCE[case.dtype]:

@@ -34,6 +34,8 @@ class Row:
     """Relative, against float64."""
     peak: int | None = None
     """B that one launch allocates above what is held."""
+    first: float | None = None
+    """Seconds to the first result: compiling, autotuning, verifying."""
     problem: str = ""
     """Why it was not timed: wrong, or what it raised."""
     note: str = ""
