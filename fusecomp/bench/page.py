@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from fusecomp.bench.cases import MODES, READS
-from fusecomp.bench.peers import OURS
+from fusecomp.bench.peers import OURS, PEERS
 from fusecomp.bench.record import Measured, Record, Row
 from fusecomp.tables import printed
 
@@ -76,8 +76,7 @@ def about(record: Record) -> str:
 
 
 def _page(mode: str, protocol: str, cases: Sequence[Measured]) -> Page:
-    peers = list(dict.fromkeys(row.peer for case in cases for row in case.rows if _told(row, protocol)))
-    peers.sort(key=OURS.__eq__)
+    peers = in_order({row.peer for case in cases for row in case.rows if _told(row, protocol)})
     found = [t.median for case in cases for row in case.rows if (t := row.timing(protocol))]
     unit, scale = ("ms", 1.0) if max(found) >= 0.5 and mode not in READS else ("us", 1e3)
     work = cases[0].unit
@@ -88,6 +87,12 @@ def _page(mode: str, protocol: str, cases: Sequence[Measured]) -> Page:
     )
     title = f"{mode.capitalize()}, {WORDS[protocol]}, {unit}{_ceiling(cases, protocol)}"
     return Page(title, header, tuple(rows), 1 + peers.index(OURS) if OURS in peers else None)
+
+
+def in_order(names: Collection[str]) -> list[str]:
+    """As the table of peers has them; of those that it has not, first."""
+    known = [peer.name for peer in PEERS]
+    return sorted(names, key=lambda name: (known.index(name) if name in known else -1, name))
 
 
 def _told(row: Row, protocol: str) -> bool:

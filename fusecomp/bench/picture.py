@@ -10,13 +10,13 @@ from pathlib import Path
 from typing import Any
 
 from fusecomp.bench.cases import MODES
-from fusecomp.bench.page import RATES, SCALES, WORDS, protocols
+from fusecomp.bench.page import RATES, SCALES, WORDS, in_order, protocols
 from fusecomp.bench.peers import OURS
 from fusecomp.bench.record import Measured, Record
 from fusecomp.errors import OptionError
 from fusecomp.plot import FAINT, INK, canvas, save
 
-COLOURS = ("#999999", "#e69f00", "#56b4e9", "#009e73", "#f0e442", "#0072b2", "#cc79a7", "#000000", "#882255", "#44aa99")
+COLOURS = ("#999999", "#e69f00", "#56b4e9", "#009e73", "#0072b2", "#cc79a7", "#000000", "#882255", "#44aa99", "#8c510a")
 MARKS = "sv^<>PXphd"
 
 
@@ -39,7 +39,7 @@ def draw(record: Record, path: str | Path) -> None:
 
 def _looks(record: Record) -> dict[str, tuple[str, str]]:
     """Colour and mark of each peer; fusecomp is a vermilion star."""
-    peers = dict.fromkeys(row.peer for case in record.cases for row in case.rows if row.timings)
+    peers = in_order({row.peer for case in record.cases for row in case.rows if row.timings})
     others = [name for name in peers if name != OURS]
     looks = {name: (COLOURS[i % len(COLOURS)], MARKS[i % len(MARKS)]) for i, name in enumerate(others)}
     return {**looks, OURS: ("#d55e00", "*")}
