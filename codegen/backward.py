@@ -115,7 +115,7 @@ def emit_backward(
             "lse_axes": ", ".join([*rows, *map(str, saved(region))]),
             "grad_lse": "grad_lse, " if region.lse else "",
             "grad_lse_axes": f"; `grad_lse` is its gradient, [{', '.join(rows)}]" if region.lse else "",
-            "launcher": backward_launch(frames, params),
+            "launcher": backward_launch(frames, params, fixed),
             "selfcheck": backward_selfcheck(region, learned),
         },
     )

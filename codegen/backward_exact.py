@@ -18,7 +18,7 @@ Fixed = tuple[tuple[str, int], ...]
 def require_gradients(frame: GradientFrame, fixed: Fixed = ()) -> None:
     """Raise KernelError with the reason where no backward kernel is exact. `fixed`: lengths that never change."""
     region = frame.region
-    known: dict[Expr, Expr] = {Size(name): Const(n) for name, n in fixed}
+    known = values_of(fixed)
     if frame.rescue is not None and places(frame.rescue) != places(frame):
         raise KernelError("no backward kernel: rows that see no key read other things that learn than the rest do")
     if frame.addressed.tiles or frame.addressed.hoisted:
@@ -129,13 +129,18 @@ def _whole(e: Expr, known: frozenset[Expr]) -> frozenset[Expr]:
     return frozenset()
 
 
-def covers(region: AttentionRegion, name: str) -> bool:
+def values_of(fixed: Fixed) -> dict[Expr, Expr]:
+    """Lengths that never change, as what they are."""
+    return {Size(name): Const(n) for name, n in fixed}
+
+
+def covers(region: AttentionRegion, name: str, fixed: Fixed = ()) -> bool:
     """Whether the gradient of an operand is written whole: one access, a different whole index in each dimension."""
     accesses = [a for a in roles(region) if a.operand == name]
     if len(accesses) > 1:
         return False
-    shape = region.operand(name).shape
-    for e, size in zip(accesses[0].index, shape, strict=True):
+    index, shape = (sized(x, values_of(fixed)) for x in (accesses[0].index, region.operand(name).shape))
+    for e, size in zip(index, shape, strict=True):
         match e:
             case Var(_, own) if own == size:
                 continue

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from fusecomp.codegen.backward_exact import covers
+from fusecomp.codegen.backward_exact import Fixed, covers
 from fusecomp.codegen.backward_frame import GradientFrame, Leaf, roles
 from fusecomp.codegen.backward_keys import axis_size
 from fusecomp.codegen.backward_pairs import direct, kept_axes, members, walked_axes
@@ -69,14 +69,14 @@ def key_grid(frame: GradientFrame, block_n: int) -> Lines:
     return [*(axis_size(frame, v) for v in frame.key_axes), rounded_up(size, block_n)]
 
 
-def backward_launch(frames: dict[str, GradientFrame], params: dict[str, list[str]]) -> Lines:
+def backward_launch(frames: dict[str, GradientFrame], params: dict[str, list[str]], fixed: Fixed = ()) -> Lines:
     """delta, then dQ where it is wanted, then dK and dV where one of them is, then what else learns."""
     queries, keys = frames["query_gradient"], frames["key_gradients"]
     region, plan, other = queries.region, queries.plan, keys.plan
     asked = [*dict.fromkeys(p.q.operand for p in region.products), *_summed(queries, "queries")]
     seen = [*dict.fromkeys([*(p.k.operand for p in region.products), region.v.operand]), *_summed(keys, "keys")]
     size = triton_text(queries.kv_idx.size, queries.names)
-    lines = [*unpacked(region), *_gradients(queries, learned(queries))]
+    lines = [*unpacked(region), *_gradients(queries, learned(queries), fixed)]
     lines += [
         f"if grad_out.numel() == 0 or {size} == 0:",
         "    for grad in grads:",
@@ -130,13 +130,13 @@ def _pairs(frame: GradientFrame, leaf: Leaf, params: dict[str, list[str]]) -> Li
     return [*lines, *call(frame, kernel, grid, params[kernel], plan)]
 
 
-def _gradients(frame: GradientFrame, names: Sequence[str]) -> Lines:
+def _gradients(frame: GradientFrame, names: Sequence[str], fixed: Fixed) -> Lines:
     """grad_q = grads[0]; zero where the kernels do not write the whole of it."""
     places = [o.name for o in frame.region.operands]
     lines: Lines = []
     for name in names:
         lines.append(f"grad_{name} = grads[{places.index(name)}]")
-        if name not in frame.learned and not covers(frame.region, name):
+        if name not in frame.learned and not covers(frame.region, name, fixed):
             lines += [f"if grad_{name} is not None:", f"    grad_{name}.zero_()  # not every element is read"]
     return lines
 

@@ -128,3 +128,17 @@ def test_an_axis_of_length_1(interpreter: Interpreter) -> None:
         emit_backward(r, small(r))
     q_, k, v = qkv(16)
     agree(interpreter, r, [q_[:1], k[:1], v[:1]], {**SIZES, "B": 1}, fixed=(("B", 1),))
+
+
+@pytest.mark.parametrize("keys", [37, 50])
+def test_nothing_is_zeroed_that_is_written_whole(interpreter: Interpreter, keys: int) -> None:
+    """Operands of a static graph have lengths that its axes have too; keys past the last one have no gradient."""
+    r = attention(scaled_score, causal)
+    shapes = [(2, 3, 23, 16), (2, 3, keys, 16), (2, 3, keys, 16)]
+    operands = [Operand(o.name, tuple(map(Const, s)), o.dtype) for o, s in zip(r.operands, shapes, strict=True)]
+    r, fixed = replace(r, operands=tuple(operands)), tuple({**SIZES, "B": 2, "H": 3, "M": 23, "N": 37}.items())
+    agree(interpreter, r, [normal(*s) for s in shapes], dict(fixed), fixed=fixed)
+    zeroed = [f"grad_{name}.zero_()  # not every element is read" for name in "qkv"]
+    text = emit_backward(r, small(r), frozenset(), fixed).text
+    assert [z in text for z in zeroed] == [False, keys > 37, keys > 37]
+    assert all(z in emit_backward(r, small(r)).text for z in zeroed)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -28,6 +29,7 @@ from fusecomp.planning.plan import alone, fixed_share, plan
 from fusecomp.planning.tile import TilePlan
 from fusecomp.running import cache, cpu, hopper
 from fusecomp.running.inputs import example_of
+from fusecomp.running.launching import quickened
 from fusecomp.running.loader import load
 from fusecomp.running.operator import Gradients, Launch
 from fusecomp.running.tune import tuned
@@ -126,7 +128,7 @@ def for_training(match: Match, tiles: TilePlan, sizes: Mapping[str, int]) -> Low
     source, launch = generate(match, tiles, saves_lse=True)
     others = match.learned - products_of(region)
     backward = emit_backward(region, backward_plan(region, current(), sizes), others, fixed(match))
-    module = load(backward, cache.directory("kernels"))
+    module = runnable(backward)
     return Lowered(f"{key_of(source)}-{key_of(backward)[-8:]}", launch, "triton", source.plan, source,
                    module.launch, backward)  # fmt: skip
 
@@ -154,7 +156,12 @@ def key_of(source: KernelSource) -> str:
 def generate(match: Match, tiles: TilePlan, saves_lse: bool = False) -> tuple[KernelSource, Launch]:
     """The kernel of a plan, and what launches it."""
     source = emit(match.region, tiles, saves_lse or match.region.lse)
-    return source, launcher(load(source, cache.directory("kernels")), source)
+    return source, launcher(runnable(source), source)
+
+
+def runnable(source: KernelSource) -> ModuleType:
+    """The module of a generated file."""
+    return quickened(load(source, cache.directory("kernels")), source.text)
 
 
 def trial(match: Match, sizes: Mapping[str, int], device: torch.device) -> Callable[[TilePlan], Callable[[], object]]:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -37,6 +38,11 @@ class Kernel:
     region: AttentionRegion
     launch: Launch
     backward: Gradients | None = None
+
+    @cached_property
+    def saved(self) -> tuple[int, ...]:
+        """The dimensions of the log-sum-exp after [batch axes, M]."""
+        return saved(self.region)
 
 
 KERNELS: dict[str, Kernel] = {}
@@ -178,11 +184,11 @@ def differentiate(
     """The same by the generated backward kernels, if there are some. A gradient that is None is 0."""
     kernel = kernel_of(key)
     region, given = kernel.region, torch.zeros_like(out) if grad is None else grad
-    if grad_lse is not None and saved(region):
+    if grad_lse is not None and kernel.saved:
         grad_lse = grad_lse[..., 0]  # of a sum of two, each has the gradient of the sum
     if kernel.backward is None:
         return recompute(given, tensors, sizes, wanted, key, grad_lse)
-    rows = lse.shape[: lse.dim() - len(saved(region))]
+    rows = lse.shape[: lse.dim() - len(kernel.saved)]
     more = [lse.new_zeros(rows) if grad_lse is None else grad_lse.contiguous()] if region.lse else []
     grads = [contiguous_like(t) if i in wanted else None for i, t in enumerate(tensors)]
     with torch.cuda.device_of(out):
