@@ -193,6 +193,10 @@ def check_time(lift: Lift, names: dict[str, str], found: Found, early: Node | No
             raise Decline(reason, writer, "write after the attention, or give it a copy")
         if storage(read.node) is None:
             raise Decline("an operand has no memory of its own", read.node)
+        changed = lift.facts.first_write(read.node, lift.facts.position[read.node], read.at)
+        if changed is not None and read.node in lift.visited:
+            raise Decline(f"{called(changed)} writes a tensor that is read before and after", changed,
+                          "give one of the reads a copy")  # fmt: skip
 
 
 # ----------------------------------------------------------------------------------------------------------------

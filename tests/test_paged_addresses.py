@@ -125,3 +125,35 @@ def test_an_alternative_ends_where_its_sides_do(term: Expr, edge: Expr | None) -
     found = reach((term,))
     assert [x.edge for x in found.upper] == ([] if edge is None else [edge])
     assert found.loose == (term,)
+
+
+ROW = Var("q_idx", Const(10))
+GROUP, BY_PAGE = apply("floordiv", ROW, const(4)), apply("floordiv", KEY, const(16))
+
+
+@pytest.mark.parametrize(
+    ("term", "lower", "upper", "loose"),
+    [
+        (apply("le", KEY, apply("add", GROUP, const(20))), 0, 23, True),
+        (apply("lt", apply("mul", const(2), KEY), GROUP), 0, 48, True),
+        (apply("lt", KEY, apply("sub", const(30), GROUP)), 0, 48, True),
+        (apply("or", apply("lt", KEY, const(3)), apply("le", KEY, apply("add", ROW, const(7)))), 0, 17, True),
+        (apply("lt", KEY, apply("mod", ROW, const(4))), 0, 48, True),
+        (apply("lt", BY_PAGE, const(2)), 0, 32, False),
+        (apply("le", BY_PAGE, const(1)), 0, 32, False),
+        (apply("ge", BY_PAGE, const(1)), 16, 48, False),
+        (apply("gt", const(2), BY_PAGE), 0, 32, False),
+        (apply("le", BY_PAGE, apply("floordiv", apply("add", ROW, const(7)), const(16))), 0, 32, True),
+        (apply("lt", apply("mul", const(2), BY_PAGE), const(2)), 0, 48, True),
+        (apply("lt", apply("floordiv", apply("add", KEY, const(8)), const(16)), const(2)), 0, 48, True),
+    ],
+    ids=lambda x: text(x) if isinstance(x, Expr) else "",
+)
+def test_ends_of_pages_and_of_rows_that_share_a_query(term: Expr, lower: int, upper: int, loose: bool) -> None:
+    found = reach((term,))
+    edges = [[int(e.value) for x in bounds if isinstance(e := x.edge, Const)] for bounds in (found.lower, found.upper)]
+    assert (max([0, *edges[0]]), min([48, *edges[1]])) == (lower, upper)
+    assert bool(found.loose) == loose
+    seen = [k for k in range(48) for r in range(10) if substitute(term, {KEY: const(k), ROW: const(r)}) == const(True)]
+    assert all(lower <= k < upper for k in seen)
+    assert loose or sorted(set(seen)) == list(range(lower, upper))

@@ -98,21 +98,53 @@ def test_a_compiled_forward_reads_the_pages(name: str, monkeypatch: pytest.Monke
         assert "[b, kv_idx // 16]" in str(entry.region.v), str(entry.region)
 
 
-def test_a_compiled_forward_may_stop_for_blocks() -> None:
+@pytest.mark.parametrize("name", MODELS)
+def test_a_compiled_forward_stops_once_for_its_blocks(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = model_of(name)
+    expected = generate(model, own(model))
+    heard: list[Compilation] = []
+    monkeypatch.setattr(backend, "_listeners", [heard])
+    model.forward = torch.compile(model.forward, backend="fusecomp", options={"inner": "eager", "strict": True})
+    cache = paged(model)
+    assert torch.equal(generate(model, cache), expected)
+    used = cache.pages.usage()
+    assert used.named == 3 * 6  # all that a row of 96 tokens may need
+    fused = [e for e in heard[-1].entries if e.status == "fused"]
+    assert len(fused) == 2  # both layers of a decoding step, in one graph
+    assert all("[b, kv_idx // 16]" in str(e.region.products[0].k) for e in fused)
+
+
+def test_blocks_are_taken_ahead_as_far_as_there_are_some() -> None:
     model = model_of("llama")
     expected = generate(model, own(model), 16)
     model.forward = torch.compile(model.forward, backend="fusecomp", options={"inner": "eager", "strict": True})
-    cache = paged(model)
-    cache.early_initialization(3, 2, 16, torch.float32, torch.device("cpu"))
+    cache = paged(model, num_blocks=14)
     assert torch.equal(generate(model, cache, 16), expected)
+    assert cache.pages.usage().named == 3 * 3
+    cache.reset()
+    with pytest.raises(OutOfBlocks):
+        generate(model, cache, 60)
 
 
-def test_a_whole_graph_is_told_to_take_its_blocks_before() -> None:
+def test_layers_of_other_sizes_get_pages_of_their_own() -> None:
+    cache = paged(model_of("llama"))
+    for layer, (heads, d) in enumerate(((2, 16), (1, 24))):
+        new = torch.randn(3, heads, 5, d)
+        k, v = cache.update(new, new + 1, layer)
+        torch.testing.assert_close(k, new, rtol=0, atol=0)
+        torch.testing.assert_close(v, new + 1, rtol=0, atol=0)
+    new = torch.randn(3, 2, 1, 16)
+    assert cache.update(new, new, 0)[0].shape == (3, 2, 6, 16)
+
+
+@pytest.mark.parametrize("initialised", [False, True])
+def test_a_whole_graph_is_told_to_take_its_blocks_before(initialised: bool) -> None:
     model = model_of("llama")
     model.forward = torch.compile(model.forward, backend="eager", fullgraph=True)
     cache = paged(model)
-    cache.early_initialization(3, 2, 16, torch.float32, torch.device("cpu"))
-    with pytest.raises(Exception, match=r"call cache\.reserve\(batch, tokens\) before the compiled model"):
+    if initialised:
+        cache.early_initialization(3, 2, 16, torch.float32, torch.device("cpu"))
+    with pytest.raises(Exception, match=r"cache\.reserve\(batch, tokens\) before the compiled model"):
         generate(model, cache, 16)
 
 

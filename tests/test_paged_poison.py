@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 
 from fusecomp.codegen.emit import emit
+from fusecomp.codegen.logsumexp import saved
 from fusecomp.graph.capture import capture, placeholder_values
 from fusecomp.ir.algebra import substitute
 from fusecomp.ir.expr import Expr, Load, parts, variables
@@ -132,8 +133,11 @@ def tables(held: tuple[Expr, ...], region: AttentionRegion) -> Iterator[Load]:
 
 QUICK = {"table_index", "ragged_queries", "nan_past_the_length", "draft_soft_cap_window", "int8_scale_of_each_token",
          "tree_of_drafts", "split_head_size", "latent_rows"}  # fmt: skip
-ENDLESS = {"hf_flat_batch", "static_cache_row", "one_row_of_slots", "rolled"}
-"""Programs without a length: what is in the table, or before a tensor's mask, is read."""
+ENDLESS = {
+    "hf_flat_batch", "static_cache_row", "one_row_of_slots", "rolled", "ring_by_age", "ring_unrolled", "pages_chosen",
+    "pages_chosen_by_head", "tokens_chosen_by_head", "one_row_by_owner", "pages_beside_new_tokens",
+}  # fmt: skip
+"""Programs without a length, or with keys in no order: what is in the table, or before a tensor's mask, is read."""
 EMPTY = {"sequence_without_keys"}
 """Programs that give NaN."""
 FUSING = [
@@ -158,7 +162,11 @@ def kernel(
     env = bind(region, tensors, sizes)
     axes = [len(env.spans[name]) for name in region.out_axes]
     out = torch.full(axes, 123.0, dtype=getattr(torch, region.out_dtype))
-    return interpreter.run(emit(region, plan), out, tensors, [sizes[name] for name in region.sizes])
+    rows = [len(env.spans[v.name]) for v in (*region.batch, region.q_idx)]
+    lse = [torch.zeros(*rows, *saved(region))] if region.lse else []
+    lengths = [sizes[name] for name in region.sizes]
+    written, _, _, *sums = interpreter.launch(emit(region, plan, region.lse), out, tensors, lengths, *lse)
+    return torch.cat([x.flatten() for x in (written, *sums)])
 
 
 def unread(interpreter: Interpreter, skeleton: str, fn: Callable[..., Any], *args: Tensor) -> None:

@@ -5,20 +5,22 @@ A mask term that is linear in kv_idx with coefficient +-1 bounds it:
     q_idx >= kv_idx              kv_idx <  q_idx + 1
     q_idx - kv_idx < W           kv_idx >= q_idx - W + 1
     kv_idx < lengths[b]          kv_idx <  lengths[b]
+    kv_idx // 16 < pages[b]      kv_idx <  16 pages[b]
 
 Every other term is `loose`: it is tested on each tile that is visited. An alternative still ends where the later of its
-sides does:
+sides does, and what rises with the query where it ends for the last one:
 
     kv_idx < L - 4  or  kv_idx < L and tree[...]        kv_idx <  L
+    kv_idx < L + q_idx // 8                             kv_idx <  L + (M - 1) // 8
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from fusecomp.ir.algebra import COMPARE, apply, substitute
-from fusecomp.ir.expr import Apply, Const, Expr, Var, kind, variables
+from fusecomp.ir.expr import Apply, Const, Expr, Var, kind, parts, variables
 from fusecomp.ir.poly import Poly, from_poly, poly
 
 
@@ -89,10 +91,32 @@ def ends(term: Expr, q_idx: str, kv_idx: str) -> tuple[Bound, ...]:
             return ends(Apply("or" if op == "and" else "and", (apply("not", a), apply("not", b))), q_idx, kv_idx)
         case Apply("where", (c, x, y)) if kind(term) == "bool":
             return ends(Apply("or", (Apply("and", (c, x)), Apply("and", (apply("not", c), y)))), q_idx, kv_idx)
-    match bound_of(term, q_idx, kv_idx):
+    match bound_of(at_last(term, q_idx), q_idx, kv_idx):
         case "upper", bound if not bound.slope:
-            return (bound,)
+            return (replace(bound, term=term),)
     return ()
+
+
+def at_last(term: Expr, q_idx: str) -> Expr:
+    """The term for the last query, where it holds for that one whenever it does for another."""
+    row = next((x for x in parts(term) if isinstance(x, Var) and x.name == q_idx), None)
+    match term:
+        case Apply(op, (a, b)) if row is not None and op in COMPARE and kind(a) != "float" and kind(b) != "float":
+            slack = poly(apply("sub", b, a) if COMPARE[op][0] > 0 else apply("sub", a, b))
+            if all(c > 0 and rises(m, row) for m, c in slack.items() if any(q_idx in variables(f) for f in m)):
+                return substitute(term, {row: apply("sub", row.size, Const(1))})
+    return term
+
+
+def rises(monomial: tuple[Expr, ...], row: Var) -> bool:
+    """Whether a product never falls as the row rises: the row itself, or a quotient of a sum that rises."""
+    match monomial:
+        case (Var(name, _),):
+            return name == row.name
+        case (Apply("floordiv", (x, Const(int(c)))),) if c > 0:
+            inside = {m: k for m, k in poly(x).items() if any(row.name in variables(f) for f in m)}
+            return all(k > 0 and rises(m, row) for m, k in inside.items())
+    return False
 
 
 def later(x: Bound, y: Bound) -> Bound:
@@ -112,6 +136,8 @@ def bound_of(term: Expr, q_idx: str, kv_idx: str) -> tuple[str, Bound] | None:
     # slack = sign (b - a) - strict >= 0, split as  c kv_idx + slope q_idx + rest
     difference = apply("sub", b, a) if sign > 0 else apply("sub", a, b)
     slack = poly(apply("sub", difference, Const(strict)))
+    if (page := _page(slack, kv_idx)) is not None:
+        return _by_page(slack, page, term, {q_idx, kv_idx})
     c, slack = _coefficient(slack, kv_idx)
     slope, rest = _coefficient(slack, q_idx)
     if c not in (1, -1) or any(variables(f) & {q_idx, kv_idx} for m in rest for f in m):
@@ -129,3 +155,23 @@ def _coefficient(p: Poly, name: str) -> tuple[int, Poly]:
         if len(monomial) == 1 and isinstance(monomial[0], Var) and monomial[0].name == name:
             return c, {m: k for m, k in p.items() if m != monomial}
     return 0, p
+
+
+def _page(slack: Poly, kv_idx: str) -> Expr | None:
+    """kv_idx // n, where that is how the key stands in a sum."""
+    for monomial in slack:
+        match monomial:
+            case (Apply("floordiv", (Var(name, _), Const(int(n)))) as page,) if name == kv_idx and n > 0:
+                return page
+    return None
+
+
+def _by_page(slack: Poly, page: Expr, term: Expr, moving: set[str]) -> tuple[str, Bound] | None:
+    """c kv_idx // n + rest >= 0:  kv_idx < n (rest + 1) for c = -1,  kv_idx >= -n rest for c = 1"""
+    c, size = slack[(page,)], page.args[1]
+    rest = {m: k for m, k in slack.items() if m != (page,)}
+    if c not in (1, -1) or any(variables(f) & moving for m in rest for f in m):
+        return None
+    if c == -1:
+        return "upper", Bound(apply("mul", from_poly({**rest, (): rest.get((), 0) + 1}), size), 0, term)
+    return "lower", Bound(apply("mul", from_poly({m: -k for m, k in rest.items()}), size), 0, term)

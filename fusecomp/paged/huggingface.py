@@ -4,7 +4,8 @@
 
 The model's own attention receives keys and values gathered through the block table, so any attention implementation
 works, and where the forward is compiled with backend="fusecomp" the gather is part of what is recognised: the kernel
-reads the pages. Taking blocks is the host's work, so give a compiled model its blocks before (`cache.reserve`).
+reads the pages. Taking blocks is the host's work: a compiled forward stops for it once, and then takes all that the
+batch may need; one of fullgraph=True must be given its blocks before (`cache.early_initialization`, `cache.reserve`).
 Beams share blocks until they part. Layers with a sliding window keep all their tokens.
 """
 
@@ -21,7 +22,10 @@ from fusecomp.errors import OptionError, OutOfBlocks
 from fusecomp.paged import attention
 from fusecomp.paged.cache import PagedKVCache
 
-BEFORE = "the host takes blocks: call cache.reserve(batch, tokens) before the compiled model, for all it will generate"
+BEFORE = (
+    "the host makes pages and takes blocks: for a whole graph, call cache.early_initialization(batch, kv_heads, "
+    "head_dim, dtype, device) and cache.reserve(batch, tokens) before the compiled model, for all it will generate"
+)
 KNOWN = ("full_attention", "sliding_attention", "dummy")
 
 
@@ -31,28 +35,31 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[misc]
     is_croppable = True
     is_sliding = False  # it keeps what has left the window: the mask hides it
 
-    def __init__(self, rows: Rows) -> None:
+    def __init__(self, rows: Rows, kind: str) -> None:
         super().__init__()
-        self.rows = rows
+        self.rows, self.kind = rows, kind
         self.length = 0
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        if torch.compiler.is_compiling():
-            raise OptionError(
-                "pages cannot be made inside a compiled model: call cache.early_initialization(...) before"
-            )
         pages, (_, heads, _, d) = self.rows.pages(key_states.device), key_states.shape
         layer = pages.add_layer(heads, d, value_states.shape[3], key_states.dtype)
         self.keys, self.values = pages.keys[layer], pages.values[layer]
         self.is_initialized = True
 
+    def fits(self, key_states: Tensor, value_states: Tensor) -> bool:
+        """Whether its pages are made for heads like these; once there are tokens in them, writing tells."""
+        if not self.is_initialized or self.length:
+            return self.is_initialized
+        pairs = ((self.keys, key_states), (self.values, value_states))
+        return all(pages.shape[2:] == (new.shape[1], new.shape[3]) for pages, new in pairs)
+
     def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
         """Write the new keys and values, [B, Hkv, M, D]; those of all tokens so far, [B, Hkv, N, D]."""
-        if not self.is_initialized:
-            self.lazy_initialization(key_states, value_states)
+        if not self.fits(key_states, value_states):
+            self.rows.make(self, key_states, value_states)
         batch, _, new, _ = key_states.shape
         if self.length + new > self.rows.room or batch != self.rows.batch:
-            self.rows.grow(batch, self.length, self.length + new)
+            self.rows.grow(batch, self.length, self.length + new, ahead=torch.compiler.is_compiling())
         slots = self.rows.slots(self.length, new)
         self.length += new
         attention.write(self.keys, key_states.transpose(1, 2), slots)
@@ -78,6 +85,7 @@ class Rows:
     def __init__(self, num_blocks: int, block_size: int, max_len: int) -> None:
         self.num_blocks, self.block_size, self.max_len = num_blocks, block_size, max_len
         self.places = -(-max_len // block_size)
+        self.layers: list[PagedLayer] = []
         self.seqs: list[int] = []
         self.room = self.batch = 0
         self.table: Tensor | None = None
@@ -94,8 +102,17 @@ class Rows:
         return self._pages
 
     @torch._dynamo.disable(reason=BEFORE)  # type: ignore[untyped-decorator]
-    def grow(self, batch: int, length: int, wanted: int) -> None:
-        """Room for `wanted` tokens in each of `batch` rows of `length`; a last block that is shared is copied."""
+    def make(self, layer: PagedLayer, key_states: Tensor, value_states: Tensor) -> None:
+        """Pages for keys and values like these, of a layer and of all of its kind that have none."""
+        layer.is_initialized = False
+        for other in self.layers:
+            if other.kind == layer.kind and not other.is_initialized:
+                other.lazy_initialization(key_states, value_states)
+
+    @torch._dynamo.disable(reason=BEFORE)  # type: ignore[untyped-decorator]
+    def grow(self, batch: int, length: int, wanted: int, ahead: bool = False) -> None:
+        """Room for `wanted` tokens in each of `batch` rows of `length`; a last block that is shared is copied. `ahead`:
+        for as many as `max_len` and the free blocks allow."""
         if self._pages is None:
             raise OptionError("there are no pages yet: call cache.early_initialization(...), or run the prompt, before")
         if not self.seqs:
@@ -105,6 +122,9 @@ class Rows:
                 f"the cache holds {len(self.seqs)} sequences, the batch {batch}: reset it, or make another"
             )
         self.settle(length)
+        if ahead:
+            more = self._pages.allocator.free // batch - 1  # one may be the copy of a shared block
+            wanted = max(wanted, min(self.max_len, (length // self.block_size + more) * self.block_size))
         try:
             for seq in self.seqs:
                 self._pages.reserve(seq, wanted - length)
@@ -181,7 +201,8 @@ class PagedCache(Cache):  # type: ignore[misc]
         unknown = sorted(set(types) - set(KNOWN))
         if unknown:
             raise OptionError(f"layers of the kind {', '.join(unknown)} keep no pages: use transformers' own cache")
-        super().__init__(layers=[DummyLayer() if t == "dummy" else PagedLayer(self.rows) for t in types])
+        super().__init__(layers=[DummyLayer() if t == "dummy" else PagedLayer(self.rows, t) for t in types])
+        self.rows.layers = self.paged
 
     @property
     def pages(self) -> PagedKVCache:
