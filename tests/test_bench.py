@@ -17,9 +17,10 @@ from fusecomp.bench.cases import CASES, Case
 from fusecomp.bench.inputs import Inputs
 from fusecomp.bench.peers import Peer
 from fusecomp.bench.record import Measured, Record
-from fusecomp.bench.timing import Effort, Launch, Protocol, Timing
+from fusecomp.bench.timing import Bench, Launch, Protocol, Timing
 
-CPU, QUICK = torch.device("cpu"), Effort(quick=True)
+CPU = torch.device("cpu")
+BENCH = Bench(CPU, quick=True)
 TINY = cases.tiny(CASES)
 
 
@@ -29,13 +30,13 @@ def tiny(name: str, mode: str) -> Case:
 
 def measured(case: Case, rivals: Sequence[Peer], say: measure.Say = lambda _: None) -> Measured:
     """The only case of a run."""
-    (last,) = measure.records([case], rivals, QUICK, CPU, {"device": "CPU"}, say)
+    (last,) = measure.records([case], rivals, BENCH, {"device": "CPU"}, say)
     return last.cases[0]
 
 
 def computed(name: str, change: Callable[[Tensor], Tensor]) -> Peer:
     """A peer that is eager but for a change of its result."""
-    return Peer(name, lambda case, _: lambda x: lambda: change(case.variant.fn(*x.all)), devices=("cpu",))
+    return Peer(name, lambda case: lambda x: lambda: change(case.variant.fn(*x.all)), devices=("cpu",))
 
 
 # ----------------------------------------------------------------------------------------------------------------
@@ -47,7 +48,7 @@ def test_flex_attention_is_told_the_same_attention(case: Case, monkeypatch: pyte
     monkeypatch.setattr(torch, "compile", lambda fn, **_: fn)
     x = inputs.draw(case, CPU)
     truth = inputs.exact(case, x)
-    attends = [peers.flex(case, QUICK, each_time=each_time)(x) for each_time in (False, True)]
+    attends = [peers.flex(case, each_time=each_time)(x) for each_time in (False, True)]
     assert attends[0] is not None
     assert all(inputs.error((attend(),), truth) < 0.01 for attend in attends if attend is not None)
 
@@ -103,7 +104,7 @@ def fake_fa3() -> SimpleNamespace:
 def test_flash_attention_3_is_told_the_same_attention(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "fa3_fwd_interface", fake_fa3())
     x = inputs.draw(case, CPU)
-    attend = peers.fa3(case, QUICK)(x)
+    attend = peers.fa3(case)(x)
     assert attend is not None
     assert inputs.error((attend(),), inputs.exact(case, x)) < 0.01
 
@@ -148,7 +149,16 @@ def test_what_a_peer_raises_is_its_row() -> None:
 
 def test_a_peer_that_cannot_say_a_variant_has_no_row() -> None:
     found = measured(tiny("soft cap", "variants"), peers.chosen("math,eager", "cpu"))
-    assert [row.peer for row in found.rows] == ["eager", "aot_eager"]
+    assert [row.peer for row in found.rows] == ["eager"]
+
+
+def test_inputs_that_do_not_fit_do_not_end_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(case: Case, device: torch.device) -> Any:
+        raise torch.OutOfMemoryError("Tried to allocate 90 GiB")
+
+    monkeypatch.setattr(measure, "sets", full)
+    (row,) = measured(tiny("full", "small"), peers.chosen("eager", "cpu")).rows
+    assert (row.peer, row.problem) == ("the inputs", "OutOfMemoryError: Tried to allocate 90 GiB")
 
 
 def test_ours_that_is_not_fused_is_marked(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -29,8 +29,8 @@ def bench(
     only: Annotated[str, typer.Option(help="cases whose name holds one of these words: D128,N18000")] = "",
     cases: Annotated[str, typer.Option(help="variants: causal,soft cap,ALiBi ...")] = "",
     modes: Annotated[str, typer.Option(help="forward, variants, backward, small, decode, paged")] = "",
-    peers: Annotated[str, typer.Option(help="parts of their names: eager,flex,cudnn,fusecomp")] = "",
-    quick: Annotated[bool, typer.Option("--quick", help="a few cases, short timings, no autotuned peer")] = False,
+    peers: Annotated[str, typer.Option(help="names, or parts: eager,flex,cudnn,fusecomp")] = "",
+    quick: Annotated[bool, typer.Option("--quick", help="a few cases, short timings, no slow compilations")] = False,
     device: Annotated[str, typer.Option(help="cuda, or cpu: the same cases in tiny sizes")] = "cuda",
     out: Annotated[str | None, typer.Option("--json", help="write the record here, after each case")] = None,
     plot: Annotated[str | None, typer.Option(help="draw the rates: bench.png, .svg, .pdf")] = None,
@@ -76,7 +76,7 @@ def _asked(
     if device not in DEVICES:
         raise OptionError(f"--device takes {' or '.join(DEVICES)}; got {device!r}")
     cases = known.chosen(only, names, modes, quick)
-    asked = rivals.chosen(peers, device)
+    asked = rivals.chosen(peers, device, quick)
     able, missing = [p for p in asked if not p.missing], "; ".join(p.missing for p in asked if p.missing)
     if not able:
         raise OptionError(f"nobody is left to time: {missing}; --peers may name others")
@@ -102,13 +102,13 @@ def _run(
 
     from fusecomp.bench.measure import records, steps
     from fusecomp.bench.record import Record, machine
-    from fusecomp.bench.timing import Effort
+    from fusecomp.bench.timing import Bench
 
     command = f"fusecomp {shlex.join(sys.argv[1:])}" if sys.argv[1:] else "fusecomp bench"
     about = machine(device) | {"command": command, **({"missing": missing} if missing else {})}
     record = Record(about)
     with _progress(steps(cases, peers)) as step:
-        for record in records(cases, peers, Effort(quick), torch.device(device), about, step):
+        for record in records(cases, peers, Bench(torch.device(device), quick), about, step):
             if out is not None:
                 record.write(out)
     return record

@@ -11,11 +11,11 @@ import torch
 
 from fusecomp.backend import counters, reset
 from fusecomp.bench.cases import Case
-from fusecomp.bench.ceilings import Ceiling, copies, products, reads
+from fusecomp.bench.ceilings import PRODUCT, Ceiling, copies, products, reading, reads
 from fusecomp.bench.inputs import TOLERANCE, Exact, Inputs, Run, error, exact, run, sets, share
 from fusecomp.bench.peers import OURS, Peer
 from fusecomp.bench.record import Measured, Record, Row
-from fusecomp.bench.timing import Effort, Launch, launch, peak, times
+from fusecomp.bench.timing import Bench, Launch, launch, peak, times
 
 Say = Callable[[str], None]
 """Told what is done next: once for each peer of a case, and once when timing begins."""
@@ -35,81 +35,88 @@ def steps(cases: Sequence[Case], peers: Sequence[Peer]) -> int:
 
 
 def records(
-    cases: Sequence[Case], peers: Sequence[Peer], effort: Effort, device: torch.device, about: dict[str, str], say: Say
+    cases: Sequence[Case], peers: Sequence[Peer], bench: Bench, about: dict[str, str], say: Say
 ) -> Iterator[Record]:
     """The record so far, after each case."""
     record = Record(about)
     if not all(case.reads for case in cases):
-        used = dict.fromkeys(p for case in cases if not case.reads for p in case.protocols(device))
-        record = replace(record, ceilings=tuple(products(p, effort, device) for p in used))
+        used = dict.fromkeys(p for case in cases if not case.reads for p in case.protocols(bench.device))
+        record = replace(record, ceilings=tuple(products(p, bench) for p in used))
     if any(case.reads for case in cases):
-        record = replace(record, ceilings=(*record.ceilings, copies(effort, device)))
+        record = replace(record, ceilings=(*record.ceilings, copies(bench)))
     for case in cases:
-        found, roofs = measured(case, peers, effort, device, record.ceilings, say)
+        found, roofs = measured(case, peers, bench, record.ceilings, say)
         new = tuple(roof for roof in roofs if roof not in record.ceilings)
         record = replace(record, ceilings=(*record.ceilings, *new), cases=(*record.cases, found))
         yield record
 
 
 def measured(
-    case: Case, peers: Sequence[Peer], effort: Effort, device: torch.device, known: Sequence[Ceiling], say: Say
+    case: Case, peers: Sequence[Peer], bench: Bench, known: Sequence[Ceiling], say: Say
 ) -> tuple[Measured, Sequence[Ceiling]]:
     """The case by every peer, and the ceilings that it is held against."""
     begun = time.monotonic()
     torch.manual_seed(0)
     torch._dynamo.reset()
     reset()
-    roofs = _roofs(case, effort, device, known)
-    with torch.set_grad_enabled(case.learns), warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of SDPA, one for each reason why a backend cannot
-        drawn = sets(case, device)
-        work = case.read_bytes if case.reads else case.flops(share(case, drawn[0]))
-        rows = _rows(case, [p for p in peers if case.mode in p.modes], drawn, effort, device, say)
-    if device.type == "cuda":
+    roofs = _roofs(case, bench, known)
+    try:
+        work, rows = _measured(case, [p for p in peers if case.mode in p.modes], bench, say)
+    except torch.OutOfMemoryError as problem:
+        work, rows = 0.0, (Row("the inputs", problem=said(problem)),)
+    if bench.gpu:
         torch.cuda.empty_cache()
     shape = {name: value for name, value in asdict(case.shape).items() if value}
-    unit = "B" if case.reads else "FLOP"
     rates, took = {r.protocol: r.rate for r in roofs}, round(time.monotonic() - begun, 1)
-    return Measured(case.name, case.mode, shape, work, unit, rates, rows, took), roofs
+    return Measured(case.name, case.mode, shape, work, "B" if case.reads else "FLOP", rates, rows, took), roofs
 
 
-def _roofs(case: Case, effort: Effort, device: torch.device, known: Sequence[Ceiling]) -> Sequence[Ceiling]:
+def _roofs(case: Case, bench: Bench, known: Sequence[Ceiling]) -> Sequence[Ceiling]:
     """Of products or of reads, in the case's protocols."""
-    if case.reads:
-        return [reads(case.read_bytes, effort, device)]
-    return [c for c in known if c.what.startswith("product") and c.protocol in case.protocols(device)]
+    what = reading(case.read_bytes) if case.reads else PRODUCT
+    found = [c for c in known if c.what == what and c.protocol in case.protocols(bench.device)]
+    return found or [reads(case.read_bytes, bench)]
+
+
+def _measured(case: Case, peers: Sequence[Peer], bench: Bench, say: Say) -> tuple[float, tuple[Row, ...]]:
+    """FLOP or B of one launch, and a row for each peer that can say the variant."""
+    with torch.set_grad_enabled(case.learns), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of SDPA, one for each reason why a backend cannot
+        drawn = sets(case, bench.device)
+        work = case.read_bytes if case.reads else case.flops(share(case, drawn[0]))
+        return work, _rows(case, peers, drawn, bench, say)
 
 
 def _rows(
-    case: Case, peers: Sequence[Peer], drawn: Sequence[Inputs], effort: Effort, device: torch.device, say: Say
+    case: Case, peers: Sequence[Peer], drawn: Sequence[Inputs], bench: Bench, say: Say
 ) -> tuple[Row, ...]:
     """A row for each peer that can say the variant."""
     truth, entrants = exact(case, drawn[0]), []
     for peer in peers:
         say(f"{case.name}: {peer.name}")
-        entrants.append(entered(case, peer, drawn, truth, effort, device))
+        entrants.append(entered(case, peer, drawn, truth, bench))
     del truth
     found = {e.row.peer: e for e in entrants if e is not None}
     say(f"{case.name}: timing")
-    for protocol in case.protocols(device):
-        found = _timed(found, protocol, effort, device)
+    for protocol in case.protocols(bench.device):
+        found = _timed(found, protocol, bench)
     return tuple(entrant.row for entrant in found.values())
 
 
 def entered(
-    case: Case, peer: Peer, drawn: Sequence[Inputs], truth: Sequence[Exact], effort: Effort, device: torch.device
+    case: Case, peer: Peer, drawn: Sequence[Inputs], truth: Sequence[Exact], bench: Bench
 ) -> Entrant | None:
     """Compiled and checked; without runs if it is wrong or raised, None if it cannot say the variant."""
     known, begun = counters(), time.monotonic()
     try:
-        bound = peer.bind(case, effort)
+        bound = peer.bind(case)
         attends = [attend for x in drawn if (attend := bound(x)) is not None]
         if not attends:
             return None
         runs = tuple(run(case, x, attend) for x, attend in zip(drawn, attends, strict=True))
         off = error(runs[0](), truth)
         first = round(time.monotonic() - begun, 2)
-        row = Row(peer.name, error=off, peak=peak(runs[0], device), first=first, note=_note(peer, known))
+        row = Row(peer.name, error=off, peak=peak(runs[0], bench.device), first=first, note=_note(peer, known))
     except Exception as problem:  # noqa: BLE001 - whatever a peer raises is its row, not the end of the run
         return Entrant(Row(peer.name, problem=said(problem)))
     if not off <= TOLERANCE[case.dtype]:
@@ -119,7 +126,7 @@ def entered(
 
 
 def _timed(
-    entrants: dict[str, Entrant], protocol: str, effort: Effort, device: torch.device
+    entrants: dict[str, Entrant], protocol: str, bench: Bench
 ) -> dict[str, Entrant]:
     """With a timing in this protocol; what cannot be captured in a graph gets a problem instead."""
     ready: dict[str, Launch] = {}
@@ -129,7 +136,7 @@ def _timed(
             ready |= {name: launch(entrant.runs, protocol)} if entrant.runs else {}
         except Exception as problem:  # noqa: BLE001 - as above
             found[name] = Entrant(replace(entrant.row, problem=said(problem)))
-    for name, timing in times(ready, effort.protocol(protocol), device).items():
+    for name, timing in times(ready, bench.protocol(protocol), bench.device).items():
         row = found[name].row
         found[name] = replace(found[name], row=replace(row, timings=(*row.timings, timing)))
     return found

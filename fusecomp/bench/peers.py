@@ -18,13 +18,14 @@ from torch.nn.functional import scaled_dot_product_attention
 from fusecomp.backend import fusecomp
 from fusecomp.bench.cases import MODES, Case, words
 from fusecomp.bench.inputs import Attend, Inputs, dense
-from fusecomp.bench.timing import Effort
 from fusecomp.errors import OptionError
 
 Bind = Callable[[Inputs], Attend | None]
 """None where the peer cannot say the variant."""
 OURS = "fusecomp"
 INFERENCE = tuple(mode for mode in MODES if mode != "backward")
+MASKED = ("forward", "variants")
+"""Modes in which making a mask anew is of interest."""
 
 
 @dataclass(frozen=True)
@@ -32,9 +33,11 @@ class Peer:
     """One way to compute a case: compiled once, bound to each set of inputs."""
 
     name: str
-    bind: Callable[[Case, Effort], Bind]
+    bind: Callable[[Case], Bind]
     modes: Sequence[str] = tuple(MODES)
     devices: Sequence[str] = ("cuda",)
+    slow: bool = False
+    """Compiles for long, so that a quick run leaves it out unless it is named."""
     lacks: Callable[[], str] = str
     """What is not installed here; empty if nothing."""
 
@@ -44,11 +47,11 @@ class Peer:
         return f"{self.name}: {lack}" if (lack := self.lacks()) else ""
 
 
-def eager(case: Case, _: Effort) -> Bind:
+def eager(case: Case) -> Bind:
     return lambda x: lambda: case.variant.fn(*x.all)
 
 
-def compiled(case: Case, _: Effort, **how: Any) -> Bind:
+def compiled(case: Case, **how: Any) -> Bind:
     """torch.compile of the same function."""
     fast = torch.compile(case.variant.fn, dynamic=False, **how)
     return lambda x: lambda: fast(*x.all)
@@ -58,10 +61,10 @@ def compiled(case: Case, _: Effort, **how: Any) -> Bind:
 # FlexAttention
 
 
-def flex(case: Case, effort: Effort, each_time: bool = False) -> Bind:
+def flex(case: Case, each_time: bool = False, mode: str | None = None) -> Bind:
     """Its block mask made before, or `each_time`, compiled with the rest; keys of pages gathered before."""
     says, after, s = case.variant.flex, case.variant.after, case.shape
-    attend = torch.compile(_flex, dynamic=False, mode="max-autotune-no-cudagraphs" if effort.autotune else None)
+    attend = torch.compile(_flex, dynamic=False, mode=mode)
 
     def bind(x: Inputs) -> Attend | None:
         score, mask = says(s, *x.extra) if says else (None, None)
@@ -92,7 +95,7 @@ def _flex(
 # Libraries
 
 
-def sdpa(backend: SDPBackend, case: Case, _: Effort) -> Bind:
+def sdpa(backend: SDPBackend, case: Case) -> Bind:
     """One kernel of scaled_dot_product_attention; keys of pages gathered before."""
 
     def bind(x: Inputs) -> Attend | None:
@@ -115,7 +118,7 @@ def no_fa3() -> str:
     return "" if find_spec("fa3_fwd_interface") else "no module fa3_fwd_interface"
 
 
-def fa3(case: Case, _: Effort) -> Bind:
+def fa3(case: Case) -> Bind:
     """FlashAttention-3's wheel, [B, N, H, D]."""
     import fa3_fwd_interface as library
 
@@ -152,7 +155,7 @@ def no_block_tables() -> str:
     return "" if told else f"that of torch {torch.__version__} takes no block table"
 
 
-def varlen(case: Case, _: Effort) -> Bind:
+def varlen(case: Case) -> Bind:
     """PyTorch's attention over a block table, of the releases that take one."""
     from torch.nn.attention.varlen import varlen_attn
 
@@ -173,7 +176,8 @@ PEERS = (
     Peer("Inductor", compiled),
     Peer("aot_eager", partial(compiled, backend="aot_eager"), devices=("cpu",)),
     Peer("FlexAttention", flex),
-    Peer("FlexAttention + its mask", partial(flex, each_time=True)),
+    Peer("FlexAttention autotuned", partial(flex, mode="max-autotune-no-cudagraphs"), slow=True),
+    Peer("FlexAttention + its mask", partial(flex, each_time=True), MASKED, slow=True),
     Peer("SDPA flash", partial(sdpa, SDPBackend.FLASH_ATTENTION)),
     Peer("SDPA cuDNN", partial(sdpa, SDPBackend.CUDNN_ATTENTION)),
     Peer("SDPA efficient", partial(sdpa, SDPBackend.EFFICIENT_ATTENTION)),
@@ -185,14 +189,19 @@ PEERS = (
 )
 
 
-def chosen(names: str, device: str) -> list[Peer]:
-    """The device's peers whose name holds one of the words. OptionError for a word that none holds."""
+def chosen(names: str, device: str, quick: bool = False) -> list[Peer]:
+    """The device's peers that a word names, or whose name holds it. OptionError for a word of which neither is so."""
     here = [peer for peer in PEERS if device in peer.devices]
-    for word in words(names):
-        if not any(_holds(peer, word) for peer in here):
+    named = {word: [p for p in here if _same(p, word)] or [p for p in here if _holds(p, word)] for word in words(names)}
+    for word, found in named.items():
+        if not found:
             known = ", ".join(peer.name for peer in here)
-            raise OptionError(f"--peers takes parts of names, with commas, out of {known}; got {word!r}")
-    return [peer for peer in here if not names or any(_holds(peer, word) for word in words(names))]
+            raise OptionError(f"--peers takes names or parts of them, with commas, out of {known}; got {word!r}")
+    return [p for p in here if any(p in found for found in named.values()) or not (named or (quick and p.slow))]
+
+
+def _same(peer: Peer, word: str) -> bool:
+    return word.lower() == peer.name.lower()
 
 
 def _holds(peer: Peer, word: str) -> bool:

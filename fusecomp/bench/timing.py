@@ -41,23 +41,23 @@ class Protocol:
 
 
 PROTOCOLS = {p.name: p for p in (
-    Protocol("burst", 0.1, 0.003, 0.015), Protocol("sustained", 0.0, 0.03, 0.15), Protocol("graph", 0.0, 0.05, 0.05),
+    Protocol("burst", 0.1, 0.003, 0.015), Protocol("sustained", 0.0, 0.03, 0.15), Protocol("graph", 0.0, 0.03, 0.03),
 )}  # fmt: skip
 
 
 @dataclass(frozen=True)
-class Effort:
-    """How much time a run takes."""
+class Bench:
+    """Where a run takes place, and whether it is to be quick."""
 
+    device: torch.device
     quick: bool = False
+
+    @property
+    def gpu(self) -> bool:
+        return self.device.type == "cuda"
 
     def protocol(self, name: str) -> Protocol:
         return PROTOCOLS[name].hastened() if self.quick else PROTOCOLS[name]
-
-    @property
-    def autotune(self) -> bool:
-        """Whether FlexAttention tries its configurations, which takes the most of a run."""
-        return not self.quick
 
 
 @dataclass(frozen=True)
