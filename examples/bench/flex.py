@@ -9,6 +9,9 @@ import torch
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from workloads import Case
 
+from fusecomp.bench.variant import VARIANTS, Mods, Shape
+from fusecomp.bench.variants import CAP, WINDOW
+
 Run = Callable[[], Any]
 
 
@@ -26,9 +29,10 @@ def flex_run(case: Case) -> Run:
     learns = case.kind == "keys"
     q, k, v = (torch.randn(case.batch, h, case.n, d, device="cuda", dtype=dtype, requires_grad=learns)
                for h, d in shapes)  # fmt: skip
-    mask = create_block_mask(_mask(case), None, None, case.n, case.n, device="cuda") if _masked(case) else None
+    score, seen = told(case, q.device)
+    mask = create_block_mask(seen, None, None, case.n, case.n, q.device) if seen else None
     attend = torch.compile(flex_attention, dynamic=False)
-    given = {"score_mod": _score(case), "block_mask": mask, "enable_gqa": kv != case.heads}
+    given = {"score_mod": score, "block_mask": mask, "enable_gqa": kv != case.heads}
     if not learns:
         return lambda: attend(q, k, v, **given)
     out = attend(q, k, v, **given)
@@ -36,29 +40,11 @@ def flex_run(case: Case) -> Run:
     return lambda: torch.autograd.grad(out, (q, k, v), grad, retain_graph=True)
 
 
-def _masked(case: Case) -> bool:
-    return case.causal or case.window is not None
-
-
-def _mask(case: Case) -> Callable[..., Any]:
-    window = case.window or case.n
-
-    def seen(b: Any, h: Any, q: Any, kv: Any) -> Any:
-        return (q >= kv) & (q - kv < window)
-
-    def causal(b: Any, h: Any, q: Any, kv: Any) -> Any:
-        return q >= kv
-
-    return seen if case.window else causal
-
-
-def _score(case: Case) -> Callable[..., Any] | None:
-    cap, heads = case.softcap, case.heads
-
-    def capped(s: Any, b: Any, h: Any, q: Any, kv: Any) -> Any:
-        return cap * torch.tanh(s / cap)
-
-    def sloped(s: Any, b: Any, h: Any, q: Any, kv: Any) -> Any:
-        return s + torch.exp2(-8 * (h + 1) / heads) * (kv - q)
-
-    return capped if cap else sloped if case.alibi else None
+def told(case: Case, device: torch.device) -> Mods:
+    """score_mod and mask_mod of the variant that `fusecomp bench` times too."""
+    assert case.softcap in (None, CAP)
+    assert case.window in (None, WINDOW)
+    masked = f"window {WINDOW}" if case.window else "causal" if case.causal else "full"
+    variant = VARIANTS["soft cap" if case.softcap else "ALiBi" if case.alibi else masked]
+    shape = Shape(case.batch, case.heads, case.n, case.d)
+    return variant.flex(shape, *variant.extra(shape, device)) if variant.flex else (None, None)

@@ -45,8 +45,6 @@ class Shape:
 
 
 Draw = Callable[[Shape, torch.device], tuple[Tensor, ...]]
-Told = Callable[..., Any]
-"""What a peer is told, of the shape and the further inputs."""
 
 
 @dataclass(frozen=True)
