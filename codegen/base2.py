@@ -14,7 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from fusecomp.ir.algebra import apply, const
-from fusecomp.ir.expr import Apply, Const, Expr, Load, Score, kind, parts, variables
+from fusecomp.ir.expr import Apply, Cast, Const, Expr, Load, Score, dtype_kind, kind, parts, variables
 
 LOG2E = math.log2(math.e)
 HUGE = 1e30
@@ -104,3 +104,17 @@ def _terms(e: Expr) -> list[Expr]:
         case Apply("neg", (x,)):
             return _terms(x)
     return [e]
+
+
+def may_be_minus_inf(e: Expr) -> bool:
+    """Whether finite scores may become -inf here: by a constant, a bias, or an overflow of half precision."""
+    match e:
+        case Load(_, _, dtype):
+            return dtype_kind(dtype) == "float"
+        case Cast(_, dtype):
+            return dtype == "float16"
+        case Const(value):
+            return value == float("-inf")
+        case Apply(op, _):
+            return op in ("log", "log2")
+    return False

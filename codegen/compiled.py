@@ -62,7 +62,7 @@ def cross_compile(source: KernelSource, arch: Arch, kernel: str = "attention") -
         plan = source.plan_of(kernel)
         signature, constants, attributes = _signature(source, plan, function.arg_names)
         options = {"num_warps": plan.warps, "num_stages": Frame(source.region, plan).stages}
-        most = hopper.REGISTERS if plan.consumers else plan.registers
+        most = hopper.REGISTERS[plan.consumers][0] if plan.consumers else plan.registers
         if most and kernel == "attention" and target.backend == "cuda":
             options["maxnreg"] = most
         if plan.consumers:

@@ -5,12 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from fusecomp.codegen.base2 import Exponent, exponent
+from fusecomp.codegen.base2 import Exponent, exponent, may_be_minus_inf
 from fusecomp.codegen.cheaper import cheaper
+from fusecomp.codegen.copied import buffers, copied
 from fusecomp.codegen.printer import Names
 from fusecomp.codegen.values import Values, address_values, element_values
 from fusecomp.ir.algebra import apply, substitute
-from fusecomp.ir.expr import Apply, Cast, Const, Expr, Load, Score, Var, dtype_kind, parts, transform, variables
+from fusecomp.ir.expr import Apply, Const, Expr, Load, Score, Var, parts, transform, variables
 from fusecomp.ir.poly import is_natural
 from fusecomp.ir.ranges import Bound, Reach, reach
 from fusecomp.ir.region import Access, AttentionRegion, extent
@@ -178,6 +179,17 @@ class Frame:
         return element_values(chosen, self.kv_idx.name)
 
     @cached_property
+    def copied(self) -> tuple[tuple[str, Load], ...]:
+        """Those of its loads that come in blocks, copied by a warp of its own."""
+        found = copied(self.region) if self.buffers else ()
+        return tuple((name, x) for name, x in self.element.tiles if x in found)
+
+    @cached_property
+    def buffers(self) -> int:
+        """Tiles of them in shared memory."""
+        return buffers(self.region, self.plan)
+
+    @cached_property
     def addressed(self) -> Values:
         """What the addresses of Q, K and V read."""
         accesses = [*(a for p in self.region.products for a in (p.q, p.k)), self.region.v]
@@ -278,17 +290,3 @@ def merged(e: Expr, force: bool = True) -> Expr:
 def _reaches_key_0(bound: Bound) -> bool:
     """edge >= 1 for every row."""
     return bound.slope >= 0 and is_natural(apply("sub", bound.edge, Const(1)))
-
-
-def may_be_minus_inf(e: Expr) -> bool:
-    """Whether finite scores may become -inf here: by a constant, a bias, or an overflow of half precision."""
-    match e:
-        case Load(_, _, dtype):
-            return dtype_kind(dtype) == "float"
-        case Cast(_, dtype):
-            return dtype == "float16"
-        case Const(value):
-            return value == float("-inf")
-        case Apply(op, _):
-            return op in ("log", "log2")
-    return False

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from fusecomp.codegen.cheaper import cheaper
+from fusecomp.codegen.copied import COLUMNS
 from fusecomp.codegen.frame import Frame
 from fusecomp.codegen.memory import output_index
 from fusecomp.ir.expr import Apply, Const, Expr, Load, Var, parts, variables
@@ -20,14 +21,19 @@ from fusecomp.planning.tile import TilePlan
 NAMES = frozenset({
     "gl", "gluon", "tma", "mbarrier", "tile", "turn", "done", "last", "blocks", "block", "group", "count", "slot",
     "section", "weights", "counter", "written", "barrier", "copied", "sums", "o", "produce", "consume", "described",
-    "inside", "instruction", "known", "given", "consumed", "produced", "above", "below", "section_of", "tanh",
+    "inside", "instruction", "left", "right", "known", "given", "consumed", "produced", "above", "below",
+    "tanh", "q_line", "slope_n", "shift", "pairs_ready",
 })  # fmt: skip
 """What the skeletons call their own variables."""
-ROWS, KEYS = 128, 128
-STAGES = {64: 3, 128: 2}
+GROUP_ROWS = 64
+"""Of a tile of queries, for each group of four warps."""
+KEYS = {64: 128, 128: 128, 256: 64}
+"""Of a tile, for each head size: registers hold S, P and O."""
+STAGES = {64: 3, 128: 2, 256: 2}
 """Of K and of V, for each head size: as many as shared memory holds beside Q and O."""
-REGISTERS = 168
-"""Of a thread at launch; then the one that copies hands most of its own to those that multiply."""
+REGISTERS = {2: (168, 240, 24), 3: (128, 160, 32)}
+"""For each number of groups, of a thread at launch; then of one that multiplies, and of one that copies, which hands
+most of its own to the others."""
 HALF = ("bfloat16", "float16")
 UNKNOWN = ("max", "min", "random", "tanh", "sigmoid")
 """What Gluon has no function for."""
@@ -39,7 +45,7 @@ def expresses(region: AttentionRegion) -> bool:
     dtypes = {region.operand(a.operand).dtype for a in accesses}
     dtypes |= {region.products[0].dtype, region.pv_dtype, region.out_dtype}
     plain = region.filled_score is None and region.weight == Const(1.0) and len(region.products) == 1
-    if not plain or len(dtypes) != 1 or not dtypes <= set(HALF) or extent(region.dv) not in STAGES:
+    if not plain or len(dtypes) != 1 or not dtypes <= set(HALF) or extent(region.dv) not in KEYS:
         return False
     if region.head_size != extent(region.dv) or region.out_axes[-1] != region.dv.name:
         return False
@@ -74,9 +80,24 @@ def _looks_up(index: Sequence[Expr]) -> bool:
 
 
 def specialised(region: AttentionRegion, plan: TilePlan) -> TilePlan:
-    """The plan with this kernel's one tile, whose cost nothing predicts yet."""
-    tile = replace(plan, block_m=ROWS, block_n=KEYS, warps=4, stages=STAGES[extent(region.dv)], pack=1)
-    return replace(tile, loads="descriptor", consumers=2, cost=None, rejected=())
+    """The plan with this kernel's own tile, whose cost nothing predicts yet."""
+    size, n = extent(region.dv), groups(region)
+    tile = replace(plan, block_m=n * GROUP_ROWS, block_n=KEYS[size], warps=4, stages=STAGES[size], pack=1)
+    return replace(tile, loads="descriptor", consumers=n, cost=None, rejected=())
+
+
+def groups(region: AttentionRegion) -> int:
+    """How many multiply: a third where its registers and its rows cost nothing, since tiles of 192 rows cut more tiles
+    of keys along a diagonal, and what is loaded takes registers."""
+    found, exprs = reach(region.keep, region.q_idx.name, region.kv_idx.name), (region.score, *region.keep)
+    sloped = any(x.slope for x in (*found.lower, *found.upper))
+    loads = any(region.kv_idx.name in variables(x) for e in exprs for x in parts(e) if isinstance(x, Load))
+    return 3 if extent(region.dv) == 64 and not sloped and not loads else 2
+
+
+def holds_q(plan: TilePlan, size: int) -> bool:
+    """Whether registers hold Q of a tile, so that the next one's can be copied in."""
+    return size <= COLUMNS and plan.consumers == 2
 
 
 def blocks(frame: Frame) -> dict[str, list[int]]:
@@ -84,9 +105,11 @@ def blocks(frame: Frame) -> dict[str, list[int]]:
     region, size = frame.region, extent(frame.region.dv)
     product = region.products[0]
     rows = {
-        "q": (product.q.index, frame.q_idx, 64),
-        "k": (product.k.index, frame.kv_idx, KEYS),
-        "v": (region.v.index, frame.kv_idx, KEYS),
-        "out": (output_index(frame), frame.q_idx, 64),
+        "q": (product.q.index, frame.q_idx, GROUP_ROWS, size),
+        "k": (product.k.index, frame.kv_idx, frame.plan.block_n, size),
+        "v": (region.v.index, frame.kv_idx, frame.plan.block_n, size),
+        "out": (output_index(frame), frame.q_idx, GROUP_ROWS, min(size, COLUMNS)),
     }
-    return {name: [n if e == row else 1 for e in index[:-1]] + [size] for name, (index, row, n) in rows.items()}
+    found = {name: [n if e == row else 1 for e in index[:-1]] + [d] for name, (index, row, n, d) in rows.items()}
+    pairs = {x.tensor: [1] * (len(x.index) - 2) + [GROUP_ROWS, frame.plan.block_n] for _, x in frame.copied}
+    return {**found, **pairs}

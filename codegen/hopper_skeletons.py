@@ -1,10 +1,10 @@
-"""The forward kernel for Hopper's tensor cores as pages with named holes: one warp copies, two groups multiply.
+"""The forward kernel for Hopper's tensor cores as pages with named holes: one warp copies, groups of four multiply.
 
     S_j = Q K_j^T and O += P_(j-1) V_(j-1) are under way together, and meanwhile one takes the softmax of S_j
 
-FlashAttention-3 (Shah et al. 2024, sections 3.1 and 3.2) has both ideas: warps that only copy, and two groups that take
-turns, so that one multiplies while the other is at its exponentials. Here K runs from the last key to the first, and
-programs take tiles of queries from a counter until none is left.
+FlashAttention-3 (Shah et al. 2024, sections 3.1 and 3.2) has both ideas: warps that only copy, and groups that take
+turns, so that one multiplies while the others are at their exponentials. Here K runs from the last key to the first,
+and programs take tiles of queries from a counter until none is left.
 """
 
 from __future__ import annotations
@@ -22,15 +22,19 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 """
 
+HALF_LAYOUT = "HALF = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, «columns», 16]))  # of a half of O"
+
 LAYOUTS = """\
 SCORES = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, «block_n», 16]))  # of the accumulator of S
 OUTPUT = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, «size», 16]))  # of the accumulator of O
 ROWS = gl.constexpr(gl.SliceLayout(1, SCORES.value))
 Q_TILE = gl.constexpr(gl.DotOperandLayout(0, SCORES.value, 2))
 P_TILE = gl.constexpr(gl.DotOperandLayout(0, OUTPUT.value, 2))
+«stored»
 SHARED = gl.constexpr(gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2))
 BOXES = {n: gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=n) for n in (2, 3, 4, 5)}
-K_FREE, V_FREE, Q_FREE, TURN = «barriers»  # numbers of the hardware's barriers; Triton has those up to 3
+THREADS = gl.constexpr(«threads»)  # of all warps that multiply, and the one that copies
+«names» = «barriers»  # numbers of the hardware's barriers; Triton has those up to 3
 """
 
 HELPERS = '''\
@@ -48,9 +52,9 @@ def barrier(how: gl.constexpr, number, threads: gl.constexpr):
 
 
 @gluon.jit
-def copied(ready, count):
-    """Wait for the copy of that number in a ring of STAGES."""
-    mbarrier.wait(ready.index(count % STAGES), (count // STAGES) & 1)
+def copied(ready, count, stages: gl.constexpr):
+    """Wait for the copy of that number in a ring of so many."""
+    mbarrier.wait(ready.index(count % stages), (count // stages) & 1)
 
 
 @gluon.jit
@@ -70,13 +74,14 @@ def known(row_max):
 
 
 @gluon.jit
-def place_of(tile, section«length»):
+def place_of(tile, tiles, section«length»):
     """(first query, which head) of a tile: section by section of the heads, whose K and V then stay in L2, and in each
     the tiles with most keys first."""
     q_tiles = gl.cdiv(«m», BLOCK_M)
-    inside = tile % (section * q_tiles)
-    outer = tile // (section * q_tiles) * section + inside % section
-    return (q_tiles - 1 - inside // section) * BLOCK_M, outer
+    first = tile // (section * q_tiles) * section
+    turns = gl.minimum(section, tiles // q_tiles - first)
+    inside = tile - first * q_tiles
+    return (q_tiles - 1 - inside // turns) * BLOCK_M, first + inside % turns
 '''
 
 TANH = '''\
@@ -96,12 +101,12 @@ def produce(given):
     done = 0  # tiles of keys, of all tiles of queries before
     while tile < tiles:
         next_tile = gl.atomic_add(counter_ptr, 1) + gl.num_programs(0)
-        q_start, outer = place_of(tile, section«length»)
+        q_start, outer = place_of(tile, tiles, section«length»)
         «program»
         «fixed»
         «key_range»
         «last»
-        for group in gl.static_range(2):
+        for group in gl.static_range(GROUPS):
             if turn > 0:
                 barrier("sync", Q_FREE + group, 160)
             mbarrier.expect(q_ready.index(group), «q_bytes»)
@@ -114,7 +119,7 @@ def produce(given):
                 slot = count % STAGES
                 k_start = last - block * BLOCK_N
                 if count >= STAGES:
-                    barrier("sync", K_FREE + slot, 288)
+                    barrier("sync", K_FREE + slot, THREADS)
                 mbarrier.expect(k_ready.index(slot), «k_bytes»)
                 tma.async_copy_global_to_shared(
                     k_desc, «k_at», k_ready.index(slot), k_smem.index(slot)._reinterpret(«k_block»)
@@ -124,11 +129,12 @@ def produce(given):
                 slot = count % STAGES
                 k_start = last - (block - 1) * BLOCK_N
                 if count >= STAGES:
-                    barrier("sync", V_FREE + slot, 288)
+                    barrier("sync", V_FREE + slot, THREADS)
                 mbarrier.expect(v_ready.index(slot), «k_bytes»)
                 tma.async_copy_global_to_shared(
                     v_desc, «v_at», v_ready.index(slot), v_smem.index(slot)._reinterpret(«v_block»)
                 )
+            «copy_pairs»
         done += blocks
         mbarrier.wait(next_taken.index(turn & 1), ((turn >> 1) & 1) ^ 1)
         next_smem.index(turn & 1).store(gl.full([1], 0, gl.int32, gl.BlockedLayout([1], [32], [1], [0])) + next_tile)
@@ -142,7 +148,7 @@ CONSUME = '''\
 def consume(given, group: gl.constexpr):
     """Four warps, 64 rows of each tile of queries."""
     «given» = given
-    if group == 1:
+    if group == GROUPS - 1:
         barrier("arrive", TURN, 256)
     n = gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, SCORES))
     n_pos = n[None, :].to(gl.float32)
@@ -151,7 +157,7 @@ def consume(given, group: gl.constexpr):
     turn = 0
     done = 0
     while tile < tiles:
-        q_start, outer = place_of(tile, section«length»)
+        q_start, outer = place_of(tile, tiles, section«length»)
         «program»
         «rows»
         «fixed»
@@ -163,17 +169,17 @@ def consume(given, group: gl.constexpr):
         «below»
 
         mbarrier.wait(q_ready.index(group), turn & 1)
-        q_tile = q_smem.index(group).load(Q_TILE)
-        fence_async_shared()
-        barrier("arrive", Q_FREE + group, 160)
+        «query»
 
         # The last keys: nothing to add to yet
         k_start = last
-        copied(k_ready, done)
-        k_tile = k_smem.index(done % STAGES).permute((1, 0))
+        count = done
+        copied(k_ready, count, STAGES)
+        k_tile = k_smem.index(count % STAGES).permute((1, 0))
         score = warpgroup_mma(q_tile, k_tile, gl.zeros([64, BLOCK_N], gl.float32, SCORES), use_acc=False, is_async=True)
         score = warpgroup_mma_wait(0, (score,))
-        barrier("arrive", K_FREE + done % STAGES, 288)
+        barrier("arrive", K_FREE + count % STAGES, THREADS)
+        «pairs»
         «edge_score»
         row_max = «first_max»
         weights = «weights»
@@ -186,19 +192,17 @@ def consume(given, group: gl.constexpr):
             «full_step»
 
         «below_loop»
+        «query_read»
         done += blocks
-        copied(v_ready, done - 1)
+        copied(v_ready, done - 1, STAGES)
         acc = warpgroup_mma(p, v_smem.index((done - 1) % STAGES), acc, is_async=True)
         acc, p = warpgroup_mma_wait(0, (acc, p))
-        barrier("arrive", V_FREE + (done - 1) % STAGES, 288)
+        barrier("arrive", V_FREE + (done - 1) % STAGES, THREADS)
 
         row_sum = gl.convert_layout(gl.sum(row_sum, axis=1), ROWS)
         «finish»
         o = (acc * gl.convert_layout(1.0 / row_sum, gl.SliceLayout(1, OUTPUT))[:, None]).to(«dtype»)
-        tma.store_wait(0)
-        o_smem.index(group).store(o)
-        fence_async_shared()
-        tma.async_copy_shared_to_global(out_desc, «o_at», o_smem.index(group)._reinterpret(«o_block»))
+        «store»
 
         mbarrier.wait(next_ready.index(turn & 1), (turn >> 1) & 1)
         tile = gl.max(next_smem.index(turn & 1).load(gl.BlockedLayout([1], [32], [4], [0])), axis=0)
@@ -207,27 +211,41 @@ def consume(given, group: gl.constexpr):
     tma.store_wait(0)
 '''
 
+HELD = '''\
+q_tile = q_smem.index(group).load(Q_TILE)
+fence_async_shared()
+barrier("arrive", Q_FREE + group, 160)
+'''
+
+STORE = '''\
+tma.store_wait(0)
+o_smem.index(group).store(«o»)
+fence_async_shared()
+tma.async_copy_shared_to_global(out_desc, «o_at», o_smem.index(group)._reinterpret(«o_block»))
+'''
+
 STEP = '''\
 k_start = last - block * BLOCK_N
 count = done + block
-copied(k_ready, count)
+copied(k_ready, count, STAGES)
 barrier("sync", TURN + group, 256)
 k_tile = k_smem.index(count % STAGES).permute((1, 0))
 score = warpgroup_mma(q_tile, k_tile, gl.zeros([64, BLOCK_N], gl.float32, SCORES), use_acc=False, is_async=True)
-copied(v_ready, count - 1)
+copied(v_ready, count - 1, STAGES)
 acc = warpgroup_mma(p, v_smem.index((count - 1) % STAGES), acc, is_async=True)
-barrier("arrive", TURN + 1 - group, 256)
+barrier("arrive", TURN + (group + 1) % GROUPS, 256)
 score = warpgroup_mma_wait(1, (score,))
-barrier("arrive", K_FREE + count % STAGES, 288)
+barrier("arrive", K_FREE + count % STAGES, THREADS)
+«pairs»
 «score»
-new_max = gl.maximum(row_max, gl.max(score, axis=1)«factor»)
+new_max = gl.maximum(row_max, gl.max(score, axis=1)«to_max»)
 known(new_max)
 rescale = «rescale»
 row_max = new_max
 weights = «weights»
 row_sum = row_sum * gl.convert_layout(rescale, gl.SliceLayout(1, row_sum.type.layout))[:, None] + sums(weights)
 acc, p = warpgroup_mma_wait(0, (acc, p))
-barrier("arrive", V_FREE + (count - 1) % STAGES, 288)
+barrier("arrive", V_FREE + (count - 1) % STAGES, THREADS)
 acc = acc * gl.convert_layout(rescale, gl.SliceLayout(1, OUTPUT))[:, None]
 p = gl.convert_layout(weights.to(«dtype»), P_TILE)
 '''
@@ -237,20 +255,23 @@ ATTENTION = '''\
 def attention(
     «parameters»
 ):
-    q_smem = gl.allocate_shared_memory(«dtype», [2, 64, «size»], SHARED)
+    q_smem = gl.allocate_shared_memory(«dtype», [GROUPS, 64, «size»], SHARED)
     k_smem = gl.allocate_shared_memory(«dtype», [STAGES, BLOCK_N, «size»], SHARED)
     v_smem = gl.allocate_shared_memory(«dtype», [STAGES, BLOCK_N, «size»], SHARED)
-    o_smem = gl.allocate_shared_memory(«dtype», [2, 64, «size»], SHARED)
+    o_smem = gl.allocate_shared_memory(«dtype», [GROUPS, 64, «columns»], SHARED)
+    «pairs_smem»
     next_smem = gl.allocate_shared_memory(gl.int32, [2, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    q_ready = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    q_ready = gl.allocate_shared_memory(gl.int64, [GROUPS, 1], mbarrier.MBarrierLayout())
     k_ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     v_ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     next_ready = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     next_taken = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(2):
-        mbarrier.init(q_ready.index(i), count=1)
         mbarrier.init(next_ready.index(i), count=1)
-        mbarrier.init(next_taken.index(i), count=2)
+        mbarrier.init(next_taken.index(i), count=GROUPS)
+    «pairs_ready»
+    for i in gl.static_range(GROUPS):
+        mbarrier.init(q_ready.index(i), count=1)
     for i in gl.static_range(STAGES):
         mbarrier.init(k_ready.index(i), count=1)
         mbarrier.init(v_ready.index(i), count=1)
@@ -260,28 +281,5 @@ def attention(
     produced = (
         «produced»
     )
-    gl.warp_specialize(
-        [(consume, (consumed, 0)), (consume, (consumed, 1)), (produce, (produced,))], [4, 1], [240, 24]
-    )
-'''
-
-LAUNCH_HELPERS = '''\
-def in_rows(x):
-    """x, copied unless a tensor descriptor can say where it lies: dense columns, the rest in whole 16 bytes."""
-    *outer, last = x.stride()
-    step = 16 // x.element_size()
-    whole = last == 1 and x.data_ptr() % 16 == 0 and not any(s % step or not s for s in outer)
-    return x if whole else x.clone(memory_format=torch.contiguous_format)
-
-
-def described(x, block, rows):
-    """A tensor descriptor of x, copied in blocks of that shape. What lies after its first `rows` reads as zeros."""
-    shape = [rows if n > 1 else size for n, size in zip(block[:-1], x.shape[:-1], strict=True)] + [x.shape[-1]]
-    return TensorDescriptor(x, shape, list(x.stride()), block, BOXES[len(block)])
-
-
-def section_of(outer, keys):
-    """How many heads take turns: their K and V fit in L2, and they divide the heads evenly."""
-    most = max(1, min(outer, SECTION.value // max(keys, 1)))
-    return next(n for n in range(most, 0, -1) if outer % n == 0)
+    gl.warp_specialize([«consumers», (produce, (produced,))], «warps», «registers»)
 '''

@@ -4,41 +4,40 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from dataclasses import replace
+from itertools import accumulate
 
-from fusecomp.codegen.frame import Frame, may_be_minus_inf
-from fusecomp.codegen.hopper import KEYS, REGISTERS, blocks, expresses
+from fusecomp.codegen import hopper_pairs as pairs
+from fusecomp.codegen.base2 import may_be_minus_inf
+from fusecomp.codegen.copied import COLUMNS
+from fusecomp.codegen.frame import Frame
+from fusecomp.codegen.hopper import GROUP_ROWS, REGISTERS, blocks, expresses, holds_q
+from fusecomp.codegen.hopper_launch import LAUNCH_HELPERS, launch
 from fusecomp.codegen.hopper_skeletons import (
     ATTENTION,
     CONSUME,
+    HALF_LAYOUT,
+    HELD,
     HELPERS,
     IMPORTS,
-    LAUNCH_HELPERS,
     LAYOUTS,
     PRODUCE,
     STEP,
+    STORE,
     TANH,
 )
-from fusecomp.codegen.launcher import (
-    arguments,
-    no_keys,
-    outer_sizes,
-    parameters,
-    ranks_of,
-    rounded_up,
-    unpacked,
-    unspecialised,
-    wrapped,
-)
+from fusecomp.codegen.launcher import parameters, unspecialised, wrapped
 from fusecomp.codegen.logsumexp import store_lse
 from fusecomp.codegen.memory import element_pointers, fixed_loads, output_index
 from fusecomp.codegen.printer import FLOAT_MAX, literal, triton_dtype, triton_text
 from fusecomp.codegen.program import ROW_INDICES, decoded, full_range, key_range, sink_text
 from fusecomp.codegen.skeletons import fill
+from fusecomp.codegen.slope import Slope, sloped
 from fusecomp.codegen.source import names_read, tidy
 from fusecomp.codegen.tile import scored
 from fusecomp.errors import KernelError
 from fusecomp.ir.algebra import apply
-from fusecomp.ir.expr import Const, Expr, Var, parts
+from fusecomp.ir.expr import Const, Expr, Load, Var, parts
 from fusecomp.ir.poly import poly
 from fusecomp.ir.region import extent
 
@@ -60,26 +59,37 @@ def hopper(frame: Frame, saves_lse: bool = False) -> tuple[str, list[str]]:
     wide = ["outer = outer.to(tl.int64)"] if frame.element.hoisted or frame.element.tiles else []
     shared: Holes = {"length": length, "program": [*wide, *decoded(frame)], "fixed": fixed_loads(frame),
               "key_range": key_range(frame), "last": _last(frame)}  # fmt: skip
-    produce, produced = _function(frame, PRODUCE, PRODUCER, {**shared, **_copies(frame)})
-    consume, consumed = _function(frame, CONSUME, CONSUMER, {**shared, **_consumer(frame, saves_lse)})
+    more = [*pairs.memory(frame), *(["pairs_ready"] if frame.copied else [])]
+    descs = [f"{x.tensor}_desc" for _, x in frame.copied]
+    produce, produced = _function(frame, PRODUCE, [*PRODUCER, *descs, *more], {**shared, **_copies(frame)})
+    consume, consumed = _function(frame, CONSUME, [*CONSUMER, *more], {**shared, **_consumer(frame, saves_lse)})
     helpers = fill(HELPERS, {"length": length, "m": triton_text(frame.q_idx.size, frame.names)})
     attention, params = _attention(frame, produced, consumed)
     functions = [TANH] if "tanh" in names_read(consume) else []
     texts = [helpers, *functions, produce, consume, attention, LAUNCH_HELPERS]
-    return in_gluon("\n\n\n".join(t.strip() for t in texts)), _launch(frame, params, saves_lse)
+    return in_gluon("\n\n\n".join(t.strip() for t in texts)), launch(frame, params, saves_lse)
 
 
 def in_gluon(text: str) -> str:
-    return re.sub(r"\btl\.", "gl.", text)
+    """Gluon's functions for Triton's; what it takes the larger of, an edge, is never NaN."""
+    return re.sub(r"\btl\.", "gl.", text.replace(", propagate_nan=tl.PropagateNan.ALL", ""))
 
 
 def header(frame: Frame) -> tuple[str, Lines]:
     """(imports, layouts)."""
-    stages, first = frame.plan.stages, FIRST_BARRIER
-    numbers = (first, first + stages, first + 2 * stages, first + 2 * stages + 2)
-    barriers = ", ".join(f"gl.constexpr({n})" for n in numbers)
-    size = str(extent(frame.region.dv))
-    return IMPORTS, fill(LAYOUTS, {"block_n": str(KEYS), "size": size, "barriers": barriers}).splitlines()
+    stages, groups, size = frame.plan.stages, frame.plan.consumers, extent(frame.region.dv)
+    kinds = {"K_FREE": stages, "V_FREE": stages, "Q_FREE": groups, "TURN": groups, "PAIRS_FREE": frame.buffers}
+    names = [name for name, count in kinds.items() if count]
+    numbers = accumulate([FIRST_BARRIER, *kinds.values()])
+    holes: Holes = {
+        "block_n": str(frame.plan.block_n),
+        "size": str(size),
+        "stored": fill(HALF_LAYOUT, {"columns": str(COLUMNS)}) if size > COLUMNS else [],
+        "threads": str(128 * groups + 32),
+        "names": ", ".join(names),
+        "barriers": ", ".join(f"gl.constexpr({n})" for _, n in zip(names, numbers, strict=False)),
+    }
+    return IMPORTS, fill(LAYOUTS, holes).splitlines()
 
 
 def _sizes_of(frame: Frame) -> list[str]:
@@ -96,21 +106,21 @@ def _function(frame: Frame, skeleton: str, own: Sequence[str], holes: Holes) -> 
     return text.replace("    given = given\n", "    " + "\n    ".join(opened) + " = given\n", 1), given
 
 
-def _at(frame: Frame, index: Sequence[Expr], row: Var, start: str) -> str:
+def _at(frame: Frame, index: Sequence[Expr], row: Var, start: str, column: int = 0) -> str:
     """The coordinates of a block."""
     places = []
     for e in index[:-1]:
         body = start if e == row else triton_text(e, frame.names)
         body = body if body.isidentifier() or e == row else f"({body})"
         places.append(body if e == row or isinstance(e, Const) else f"{body}.to(tl.int32)")
-    return f"[{', '.join([*places, '0'])}]"
+    return f"[{', '.join([*places, str(column)])}]"
 
 
 def _copies(frame: Frame) -> Holes:
     """Bytes, coordinates and blocks of what is copied in."""
     region, size = frame.region, extent(frame.region.dv)
     product = region.products[0]
-    found: Holes = {"q_bytes": f"{64 * size * 2}", "k_bytes": f"BLOCK_N * {size * 2}"}
+    found: Holes = {"q_bytes": f"{GROUP_ROWS * size * 2}", "k_bytes": f"BLOCK_N * {size * 2}"}
     for name, a, row, start in (
         ("q", product.q, frame.q_idx, "q_start + group * 64"),
         ("k", product.k, frame.kv_idx, "k_start"),
@@ -118,7 +128,14 @@ def _copies(frame: Frame) -> Holes:
     ):
         found[f"{name}_at"] = _at(frame, a.index, row, start)
         found[f"{name}_block"] = _reinterpreted(frame, name)
+    found["copy_pairs"] = pairs.copies(frame, lambda x: _pair_at(frame, x))
     return found
+
+
+def _pair_at(frame: Frame, x: Load) -> str:
+    """The coordinates of a block of pairs."""
+    outer = _at(frame, x.index[:-1], frame.q_idx, "").removesuffix("0]")
+    return f"{outer}q_start + group * 64, k_start]"
 
 
 def _reinterpreted(frame: Frame, name: str) -> str:
@@ -137,44 +154,81 @@ def _last(frame: Frame) -> Lines:
 
 def _consumer(frame: Frame, saves_lse: bool) -> Holes:
     """What four warps do with a tile."""
-    size, e = extent(frame.region.dv), frame.exponent
-    dtype, factor = triton_dtype(frame.region.out_dtype), f" * {frame.factor(e)}" if e.scale != 1.0 else ""
-    edge = scored(frame, e, frame.reach.tested, edge=True)
-    shared = {"factor": factor, "dtype": dtype, "weights": _exp2(frame, f"score{factor} - row_max[:, None]"),
+    size, e, dtype = extent(frame.region.dv), frame.exponent, triton_dtype(frame.region.out_dtype)
+    factor = f" * {frame.factor(e)}" if e.scale != 1.0 else ""
+    slope = sloped(e, frame.q_idx, frame.kv_idx, frame.moving)
+    e = replace(e, score=slope.score) if slope else e
+    shift = _shift(frame, slope)
+    top = "(row_max - shift)" if slope else "row_max"
+    edge = [*scored(frame, e, frame.reach.tested, edge=True), *shift]
+    shared: Holes = {"to_max": " + shift" if slope else factor, "dtype": dtype, "pairs": pairs.read(frame),
+              "weights": _exp2(frame, f"score{factor} - {top}[:, None]"),
               "rescale": _exp2(frame, "row_max - new_max")}  # fmt: skip
     edge_step = fill(STEP, {**shared, "score": edge})
-    full_step = fill(STEP, {**shared, "score": scored(frame, e, frame.reach.loose, edge=False)})
-    index, window = output_index(frame), frame.k_begin != "0"
-    sloped = not _cuts_one_tile(frame)
+    full_step = fill(STEP, {**shared, "score": [*scored(frame, e, frame.reach.loose, edge=False), *shift]})
+    held, window = HELD.splitlines() if holds_q(frame.plan, size) else [], frame.k_begin != "0"
+    cut = not _cuts_one_tile(frame)
     above = "gl.maximum((last - full_end) // BLOCK_N + 1, 1)  # tiles at the end that need their mask"
-    begin = f"gl.maximum((last - full_begin) // BLOCK_N + 1, {'above' if sloped else '1'})"
+    begin = f"gl.maximum((last - full_begin) // BLOCK_N + 1, {'above' if cut else '1'})"
     return {
         "rows": _rows(frame),
-        "pointers": element_pointers(frame),
+        "pairs": shared["pairs"],
+        "query": held or ["q_tile = q_smem.index(group)"],
+        "query_read": [] if held else ['barrier("arrive", Q_FREE + group, 160)'],
+        "pointers": [*element_pointers(frame), *_rising(frame, slope)],
         "full_range": full_range(frame),
-        "above": [f"above = {above}"] if sloped else [],
+        "above": [f"above = {above}"] if cut else [],
         "below": [f"below = {begin}  # the others at the beginning"] if window else [],
-        "above_loop": _loop("for block in range(1, above):", edge_step) if sloped else [],
+        "above_loop": _loop("for block in range(1, above):", edge_step) if cut else [],
         "below_loop": _loop("for block in range(below, blocks):", edge_step) if window else [],
-        "full_begin": "above" if sloped else "1",
+        "full_begin": "above" if cut else "1",
         "full_end": "below" if window else "blocks",
         "edge_score": edge,
         "full_step": full_step.splitlines(),
-        "first_max": f"gl.maximum(gl.max(score, axis=1){factor}, {_least(frame)})",
+        "first_max": f"gl.maximum(gl.max(score, axis=1){shared['to_max']}, {_least(frame)})",
         "weights": shared["weights"],
         "dtype": dtype,
         "size": str(size),
         "finish": _finish(frame, saves_lse),
-        "o_at": _at(frame, index, frame.q_idx, "q_start + group * 64"),
-        "o_block": _reinterpreted(frame, "out"),
+        "store": _store(frame),
     }
+
+
+def _rising(frame: Frame, slope: Slope | None) -> Lines:
+    """What a tile's scores rise by along its keys."""
+    if slope is None:
+        return []
+    place = Load("n_pos", (), "float32")
+    return [f"slope_n = {triton_text(apply('mul', slope.slope, place), frame.names.having({place: 'n_pos'}))}"]
+
+
+def _shift(frame: Frame, slope: Slope | None) -> Lines:
+    """What all keys of a row of a tile have besides, [64]."""
+    if slope is None:
+        return []
+    first = {frame.q_idx: "q_line", frame.kv_idx: "k_start.to(tl.float32)"}
+    return [f"shift = {triton_text(slope.shift, frame.names.having(first))}"]
+
+
+def _store(frame: Frame) -> Lines:
+    """O on its way out: at once, or half by half, so that Q of the next tile has its room."""
+    size, index, start = extent(frame.region.dv), output_index(frame), "q_start + group * 64"
+    halves = ["o"] if size <= COLUMNS else ["gl.convert_layout(left, HALF)", "gl.convert_layout(right, HALF)"]
+    lines: Lines = []
+    if len(halves) == 2:
+        lines.append(f"left, right = o.reshape([{GROUP_ROWS}, 2, {COLUMNS}]).permute((0, 2, 1)).split()")
+    for i, half in enumerate(halves):
+        at = _at(frame, index, frame.q_idx, start, i * COLUMNS)
+        lines += fill(STORE, {"o": half, "o_at": at, "o_block": _reinterpreted(frame, "out")}).splitlines()
+    return lines
 
 
 def _cuts_one_tile(frame: Frame) -> bool:
     """Whether no more than the last tile of keys needs its mask at the end: kv_idx <= q_idx + c, c whole tiles."""
     sloped = [poly(apply("sub", x.edge, frame.q_idx)) for x in frame.reach.upper if x.slope]
-    return all(x.slope in (0, 1) for x in frame.reach.upper) and all(
-        set(rest) <= {()} and (int(rest.get((), 0)) - 1) % KEYS == 0 for rest in sloped
+    square = frame.plan.block_m == frame.plan.block_n or not sloped
+    return square and all(x.slope in (0, 1) for x in frame.reach.upper) and all(
+        set(rest) <= {()} and (int(rest.get((), 0)) - 1) % frame.plan.block_n == 0 for rest in sloped
     )
 
 
@@ -189,7 +243,8 @@ def _exp2(frame: Frame, difference: str) -> str:
 def _rows(frame: Frame) -> Lines:
     """q_idx [64, 1] of each row. Rows past the end repeat the last query, and are not stored."""
     size = triton_text(frame.q_idx.size, frame.names)
-    return [f"q_row = tl.minimum(row, {size} - 1 - q_start)", *ROW_INDICES]
+    line = f"q_line = (q_start + group * {GROUP_ROWS} + tl.arange(0, {GROUP_ROWS}, layout=ROWS)).to(tl.float32)"
+    return [f"q_row = tl.minimum(row, {size} - 1 - q_start)", *ROW_INDICES, line]
 
 
 def _least(frame: Frame) -> str:
@@ -214,39 +269,21 @@ def _finish(frame: Frame, saves_lse: bool) -> Lines:
 
 def _attention(frame: Frame, produced: list[str], consumed: list[str]) -> tuple[str, list[str]]:
     """(the kernel, what it takes)."""
-    params = [*TAKEN, *parameters(frame, {*produced, *consumed})]
+    described = [f"{x.tensor}_desc" for _, x in frame.copied]
+    params = [*TAKEN, *described, *parameters(frame, {*produced, *consumed})]
     sizes = "[" + ", ".join(f'"{p}"' for p in ("tiles", "section", *unspecialised(frame, params))) + "]"
-    size, dtype = str(extent(frame.region.dv)), triton_dtype(frame.region.out_dtype)
-    holes: Holes = {"sizes": sizes, "parameters": wrapped(params, 4), "dtype": dtype, "size": size}
+    size, groups = extent(frame.region.dv), frame.plan.consumers
+    _, multiplies, copies = REGISTERS[groups]
+    holes: Holes = {
+        "sizes": sizes,
+        "parameters": wrapped(params, 4),
+        "dtype": triton_dtype(frame.region.out_dtype),
+        "size": str(size),
+        "columns": str(min(size, COLUMNS)),
+        "pairs_smem": pairs.allocated(frame),
+        "pairs_ready": pairs.ready(frame),
+        "consumers": ", ".join(f"(consume, (consumed, {i}))" for i in range(groups)),
+        "warps": str([4] * (groups - 1) + [1]),
+        "registers": str([multiplies] * (groups - 1) + [copies]),
+    }
     return tidy(fill(ATTENTION, {**holes, "consumed": wrapped(consumed, 8), "produced": wrapped(produced, 8)})), params
-
-
-def _launch(frame: Frame, params: list[str], saves_lse: bool) -> Lines:
-    """Programs that stay, one for each multiprocessor, and a counter of the tiles that are taken."""
-    region, size = frame.region, extent(frame.region.dv)
-    product = region.products[0]
-    m, n = (triton_text(v.size, frame.names) for v in (frame.q_idx, frame.kv_idx))
-    names = dict.fromkeys((product.q.operand, product.k.operand, region.v.operand))
-    outer = " * ".join(outer_sizes(frame)) or "1"
-    keys = f"{n} * {4 * size // region.q_per_kv()}"
-    section = f"section_of({outer}, {keys})" if frame.heavy_last else "1"
-    tensors = {"q": product.q.operand, "k": product.k.operand, "v": region.v.operand, "out": "written"}
-    rows = {"q": m, "k": n, "v": n, "out": m}
-    described = [f"{t}_desc = described({tensors[t]}, {block}, {rows[t]})" for t, block in blocks(frame).items()]
-    given = wrapped([*arguments(params, ranks_of(frame)), f"num_warps={frame.plan.warps}", f"maxnreg={REGISTERS}"], 8)
-    return [
-        *unpacked(region),
-        *no_keys(frame, saves_lse),
-        f"{', '.join(names)} = {', '.join(f'in_rows({name})' for name in names)}",
-        "written = in_rows(out)",
-        *described,
-        f"tiles = {outer} * {rounded_up(m, 'BLOCK_M.value')}",
-        f"section = {section}",
-        "counter = torch.zeros(1, dtype=torch.int32, device=out.device)",
-        "programs = min(tiles, torch.cuda.get_device_properties(out.device).multi_processor_count)",
-        "attention[(programs,)](",
-        *("    " + line for line in given),
-        ")",
-        "if written is not out:",
-        "    out.copy_(written)",
-    ]

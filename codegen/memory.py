@@ -107,7 +107,7 @@ def tile_pointers(frame: Frame) -> Lines:
 def element_pointers(frame: Frame) -> Lines:
     """Where the loads of the score and the mask begin, and the places inside their tiles."""
     lines: Lines = []
-    for name, x in frame.element.tiles:
+    for name, x in _read_by_element(frame):
         a = _element_address(frame, x)
         lines.append(f"{name}_base = {' + '.join([f'{x.tensor}_ptr', *_element_base(frame, a)])}")
         places = frame.names.having({frame.q_idx: "q_row", frame.kv_idx: "n[None, :]"})
@@ -216,6 +216,10 @@ def output_row(frame: Frame) -> tuple[str, Poly]:
 # What the score reads
 
 
+def _read_by_element(frame: Frame) -> list[tuple[str, Load]]:
+    return [(name, x) for name, x in frame.element.tiles if (name, x) not in frame.copied]
+
+
 def _element_address(frame: Frame, x: Load) -> Address:
     return address(x.tensor, x.index, frame.moving, frozenset({frame.q_idx.name, frame.kv_idx.name}))
 
@@ -230,7 +234,7 @@ def element_loads(frame: Frame, edge: bool, exprs: Iterable[Expr]) -> Lines:
     """bias_tile = bias[b, h, q_idx, kv_idx] over the tile, for the loads that `exprs` hold."""
     wanted = {x for e in exprs for x in parts(e)}
     lines = []
-    for name, x in frame.element.tiles:
+    for name, x in _read_by_element(frame):
         if x in wanted:
             a = _element_address(frame, x)
             keys = {m: c for m, c in a.start.items() if any(frame.kv_idx.name in variables(f) for f in m)}

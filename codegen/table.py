@@ -117,7 +117,7 @@ class Table:
     """What `list_visits` takes, and what it is made of."""
 
     tensors: tuple[str, ...]
-    """Of the region's operands."""
+    """Of the region's operands: what the masks read; where that is nothing, Q, which says where the table is made."""
     sizes: tuple[str, ...]
     """Of the region's lengths."""
     axes: tuple[Var, ...]
@@ -137,7 +137,7 @@ def table(region: AttentionRegion, plan: TilePlan) -> Table:
     operands = tuple(o for o in region.operands if o.name in read)
     made = repr((VERSION, masks, axes, operands, region.q_idx, region.kv_idx, plan.block_m, plan.block_n))
     return Table(
-        tuple(o.name for o in operands),
+        tuple(o.name for o in operands) or (region.products[0].q.operand,),
         tuple(name for name in region.sizes if name in lengths),
         axes,
         hashlib.sha256(made.encode()).hexdigest()[:16],
@@ -209,7 +209,7 @@ def _host(frame: TableFrame, made: Table, params: list[str]) -> str:
     axes = [triton_text(v.size, frame.names) for v in made.axes]
     return fill(HOST, {
         "axes": " ".join([*(v.name for v in made.axes), "query tiles"]),
-        "unpack": by_name(made.tensors, made.sizes),
+        "unpack": by_name(made.tensors if data.reads(frame.region) else (), made.sizes),
         "rows": " * ".join([*axes, rounded_up(m, "BLOCK_M.value")]),
         "keys": n,
         "states": call("tile_states", "rows * k_tiles", params, frame, warps=4),

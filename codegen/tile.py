@@ -6,15 +6,16 @@ import re
 from collections.abc import Sequence
 from dataclasses import replace
 
-from fusecomp.codegen.base2 import LOG2E, Exponent
+from fusecomp.codegen.base2 import LOG2E, Exponent, may_be_minus_inf
 from fusecomp.codegen.cheaper import cheaper
 from fusecomp.codegen.descriptors import described_keys, described_values, descriptors
-from fusecomp.codegen.frame import Frame, may_be_minus_inf, merged, score_name
+from fusecomp.codegen.frame import Frame, merged, score_name
 from fusecomp.codegen.logsumexp import natural_max
 from fusecomp.codegen.memory import element_loads, key_loads, row_loads, value_loads
 from fusecomp.codegen.philox import kept
 from fusecomp.codegen.printer import literal, show, triton_dtype, triton_text
 from fusecomp.codegen.program import state
+from fusecomp.codegen.slope import PLACED
 from fusecomp.ir.algebra import apply
 from fusecomp.ir.data import unmasked
 from fusecomp.ir.expr import Expr, Score, Var, parts
@@ -75,10 +76,11 @@ def visit(frame: Frame, e: Exponent, tests: Sequence[Expr], edge: bool, pivot: b
 def scores(frame: Frame, e: Exponent, tests: Sequence[Expr], edge: bool) -> Lines:
     """S of the products, -inf where the query does not see the key."""
     weight = [frame.weight] if frame.weight else []
+    names = frame.tile_names.having({PLACED: PLACED.tensor})
     return [
         *element_loads(frame, edge, [e.score, *tests, *weight]),
         *kept(frame, weight),
-        *([] if e.score == Score(0) else [f"score = {triton_text(e.score, frame.tile_names)}"]),
+        *([] if e.score == Score(0) else [f"score = {triton_text(e.score, names)}"]),
         *mask(frame, tests, edge),
     ]
 

@@ -72,6 +72,12 @@ def added(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
     return (q @ k.mT * 0.25 + mask).softmax(-1) @ v
 
 
+def first_and_recent(q: Tensor, k: Tensor, v: Tensor, _: Tensor) -> Tensor:
+    """A mask that is no data: the first keys and the latest, between which no bound tells."""
+    i, j = (torch.arange(x.shape[-2], device=q.device) for x in (q, k))
+    return attend(q, k, v, (j <= i[:, None]) & ((j < 4) | (i[:, None] - j < 20)))
+
+
 def changed_between(q: Tensor, k: Tensor, v: Tensor, keep: Tensor) -> Tensor:
     q = attend(q, k, v, keep)
     keep[:, :, :, 3] = False
@@ -113,7 +119,7 @@ END_TO_END = """
 import torch
 import fusecomp
 from fusecomp.planning import visits
-from test_visits_shared import added, changed_between, layers
+from test_visits_shared import added, changed_between, first_and_recent, layers
 
 visits.SHARE = float("inf")
 
@@ -135,12 +141,12 @@ def run(fn, m, n, grad=False, **options):
             torch.testing.assert_close(a, b, atol=2e-4, rtol=2e-4)
 
 
-for fn in (layers, changed_between, added):
+for fn in (layers, changed_between, added, first_and_recent):
     fast = torch.compile(fn, backend="fusecomp", options={"inner": "aot_eager", "strict": True}, dynamic=True)
     run(fn, 40, 133, fast=fast)
     if fn is layers:
         run(fn, 70, 150, fast=fast)
-    if fn is not changed_between:
+    if fn in (layers, added):
         run(fn, 40, 133, fast=fast, grad=True)
 assert fusecomp.counters()["fallbacks"] == 0, fusecomp.counters()
 print(fusecomp.counters())

@@ -24,6 +24,7 @@ from fusecomp.running import cache
 from fusecomp.running.backward import gradients
 from fusecomp.running.loader import load
 from fusecomp.running.verdict import FLOOR, relative
+from fusecomp.running.visits import launcher
 
 Run = Callable[[], Any]
 COLUMNS = ("block_m", "block_n", "warps", "stages", "pack", "loads", "resident")
@@ -80,6 +81,8 @@ def inputs(case: Case) -> Inputs:
         if o.name == "table":
             pages = torch.randperm(case.sizes["P"], device=device, dtype=torch.int32).view(case.batch, -1)
             tensors.append(torch.nn.functional.pad(pages, (0, shape[1] - pages.shape[1])))
+        elif o.name == "labels":
+            tensors.append((torch.rand(shape, device=device) < 1 / 512).cumsum(-1, dtype=torch.int32))
         elif o.name == "lengths":
             tensors.append(torch.full(shape, case.n, dtype=torch.int32, device=device))
         else:
@@ -98,10 +101,10 @@ def inputs(case: Case) -> Inputs:
 
 def run_of(source: KernelSource, x: Inputs) -> Run:
     """One launch."""
-    launch = load(source, cache.directory("kernels")).launch
+    module = load(source, cache.directory("kernels"))
     if x.grads:
-        return partial(launch, x.grads, x.out, x.grad_out, x.lse, x.tensors, x.lengths)
-    return partial(launch, x.out, x.tensors, x.lengths)
+        return partial(module.launch, x.grads, x.out, x.grad_out, x.lse, x.tensors, x.lengths)
+    return partial(launcher(module, source), x.out, x.tensors, x.lengths)
 
 
 @dataclass

@@ -23,6 +23,12 @@ class Case(Workload):
     kind: str = "forward"
     alibi: bool = False
     """Add slope(h) (kv_idx - q_idx)."""
+    bias_axes: str = "h"
+    """Of the bias, beside the queries and the keys: "", "h" or "bh"."""
+    prefix: int = 0
+    """So many keys that every query sees, beside those up to its own."""
+    documents: bool = False
+    """Packed: a query sees the keys up to its own whose label is its own."""
     page: int = 0
     """K and V in pages of so many keys, found through a table; 0: dense."""
 
@@ -42,6 +48,11 @@ class Case(Workload):
             slope = apply("exp2", apply("mul", apply("add", H, Const(1)), Const(-8 / self.heads)))
             score = apply("add", made.score, apply("mul", slope, apply("sub", KV_IDX, Q_IDX)))
             made = replace(made, score=score)
+        made = self._biased(made) if self.bias else made
+        made = self._packed(made) if self.documents else made
+        if self.prefix:
+            seen = apply("or", apply("lt", KV_IDX, Const(self.prefix)), apply("le", KV_IDX, Q_IDX))
+            made = replace(made, keep=(seen,))
         return self._paged(made) if self.page else made
 
     @property
@@ -49,6 +60,20 @@ class Case(Workload):
         columns = -(-self.n // self.page) if self.page else 0
         paged = {"P": self.batch * columns, "W": -(-columns // 16) * 16} if self.page else {}
         return {**super().sizes, **paged}
+
+    def _biased(self, made: AttentionRegion) -> AttentionRegion:
+        """With the bias over other axes."""
+        axes = tuple({"b": B, "h": H}[name] for name in self.bias_axes)
+        index = (*axes, Q_IDX, KV_IDX)
+        bias = Operand("bias", tuple(v.size for v in index), made.pv_dtype)
+        score = apply("add", super()._score(made.pv_dtype).args[0], Load("bias", index, made.pv_dtype))
+        return replace(made, operands=(*made.operands[:3], bias), score=score)
+
+    def _packed(self, made: AttentionRegion) -> AttentionRegion:
+        """labels[b, q_idx] == labels[b, kv_idx], which only the run knows."""
+        labels = Operand("labels", (B.size, KV_IDX.size), "int32")
+        same = apply("eq", *(Load("labels", (B, place), "int32") for place in (Q_IDX, KV_IDX)))
+        return replace(made, operands=(*made.operands, labels), keep=(*made.keep, same))
 
     def _paged(self, dense: AttentionRegion) -> AttentionRegion:
         """K and V from pools [P, page, KV heads, D], at table[b, kv_idx // page]; keys up to lengths[b]."""

@@ -6,6 +6,7 @@ A mask term that is linear in kv_idx with coefficient +-1 bounds it:
     q_idx - kv_idx < W           kv_idx >= q_idx - W + 1
     kv_idx < lengths[b]          kv_idx <  lengths[b]
     kv_idx // 16 < pages[b]      kv_idx <  16 pages[b]
+    kv_idx < P or q_idx >= kv_idx  kv_idx < max(P, q_idx + 1)
 
 Every other term is `loose`: it is tested on each tile that is visited. An alternative still ends where the later of its
 sides does, and what rises with the query where it ends for the last one:
@@ -26,11 +27,13 @@ from fusecomp.ir.poly import Poly, from_poly, poly
 
 @dataclass(frozen=True)
 class Bound:
-    """kv_idx >= edge (a lower bound) or kv_idx < edge (an upper one); edge is affine in q_idx."""
+    """kv_idx >= edge (a lower bound) or kv_idx < edge (an upper one); edge is affine in q_idx, or the larger or smaller
+    of two such that grow alike."""
 
     edge: Expr
     slope: int
-    """d edge / d q_idx. The edge is monotone in q_idx, so its extremes over a tile lie at the tile's ends."""
+    """d edge / d q_idx, at its steepest. The edge is monotone in q_idx, so its extremes over a tile lie at the tile's
+    ends."""
     term: Expr
     """The mask term it came from."""
 
@@ -129,6 +132,8 @@ def later(x: Bound, y: Bound) -> Bound:
 def bound_of(term: Expr, q_idx: str, kv_idx: str) -> tuple[str, Bound] | None:
     """The bound that one term puts on kv_idx, or None."""
     match term:
+        case Apply("or", (a, b)):
+            return _either(term, bound_of(a, q_idx, kv_idx), bound_of(b, q_idx, kv_idx))
         case Apply(op, (a, b)) if op in COMPARE and kind(a) != "float" and kind(b) != "float":
             sign, strict = COMPARE[op]
         case _:
@@ -147,6 +152,15 @@ def bound_of(term: Expr, q_idx: str, kv_idx: str) -> tuple[str, Bound] | None:
         return "upper", Bound(edge, slope, term)
     edge = from_poly({m: -k for m, k in slack.items()})  # kv_idx >= -(slope q_idx + rest)
     return "lower", Bound(edge, -slope, term)
+
+
+def _either(term: Expr, x: tuple[str, Bound] | None, y: tuple[str, Bound] | None) -> tuple[str, Bound] | None:
+    """kv_idx < e or kv_idx < f: kv_idx < max(e, f); kv_idx >= e or kv_idx >= f: kv_idx >= min(e, f)."""
+    if x is None or y is None or x[0] != y[0] or x[1].slope * y[1].slope < 0:
+        return None
+    (side, one), (_, other) = x, y
+    edge = apply("max" if side == "upper" else "min", one.edge, other.edge)
+    return side, Bound(edge, max(one.slope, other.slope, key=abs), term)
 
 
 def _coefficient(p: Poly, name: str) -> tuple[int, Poly]:

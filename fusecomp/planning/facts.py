@@ -226,6 +226,8 @@ INTEGER: dict[str, Callable[..., int]] = {
     "min": min,
     "max": max,
 }
+ALONG: dict[str, Callable[..., np.ndarray]] = {"min": np.minimum, "max": np.maximum}
+"""The same over many queries at once."""
 
 
 @dataclass(frozen=True)
@@ -250,7 +252,7 @@ def visits(region: AttentionRegion, sizes: Mapping[str, int], rows: int, block_n
     low, high = np.clip(low, 0, at.n), np.clip(high, 0, at.n)
     visited = np.maximum(-(-high // block_n) - low // block_n, 0)
     longest = max(1, int(visited.max()))
-    if spans.loose or any(_edge(b, region, sizes) is None for b in (*spans.lower, *spans.upper)):
+    if spans.loose or any(_edge(b.edge, region, sizes, first) is None for b in (*spans.lower, *spans.upper)):
         return Visits(int(visited.sum()), int(visited.sum()), longest)
     # no test: the whole tile lies between the edges of every row, and before the last key
     clean = np.maximum(np.minimum(high_clean, at.n) // block_n + (-np.maximum(low_clean, 0) // block_n), 0)
@@ -269,13 +271,20 @@ def _edges(
     fold = np.maximum if default == 0 else np.minimum
     least = greatest = np.full_like(first, default)
     for bound in bounds:
-        rest = _edge(bound, region, sizes)
-        if rest is not None:
-            ends = rest + bound.slope * first, rest + bound.slope * last
+        ends = _edge(bound.edge, region, sizes, first), _edge(bound.edge, region, sizes, last)
+        if ends[0] is not None and ends[1] is not None:
             least, greatest = fold(least, np.minimum(*ends)), fold(greatest, np.maximum(*ends))
     return least, greatest
 
 
-def _edge(bound: Bound, region: AttentionRegion, sizes: Mapping[str, int]) -> int | None:
-    """The edge at q_idx = 0; None where it depends on data or on the head: nothing is known of it before the run."""
-    return value(bound.least(Const(0), Const(0), region.q_idx), sizes) if bound.slope else value(bound.edge, sizes)
+def _edge(e: Expr, region: AttentionRegion, sizes: Mapping[str, int], rows: np.ndarray) -> np.ndarray | int | None:
+    """The edge at those queries; None where it depends on data or on the head: the run alone knows it."""
+    match e:
+        case Var(name) if name == region.q_idx.name:
+            return rows
+        case Apply(op, args) if op in INTEGER and region.q_idx.name in variables(e):
+            found = [_edge(x, region, sizes, rows) for x in args]
+            if any(x is None for x in found):
+                return None
+            return ALONG.get(op, INTEGER[op])(*found)
+    return value(e, sizes)

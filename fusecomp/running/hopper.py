@@ -10,8 +10,8 @@ from collections.abc import Mapping
 from functools import cache
 
 from fusecomp.codegen import hopper
+from fusecomp.codegen.copied import pair_loads
 from fusecomp.codegen.descriptors import in_steps
-from fusecomp.ir.expr import Load, parts, variables
 from fusecomp.ir.region import AttentionRegion
 from fusecomp.patterns.build import Match
 from fusecomp.planning.device import Device, current
@@ -50,25 +50,23 @@ def takes(match: Match, sizes: Mapping[str, int], options: Options) -> bool:
 
 def pays(region: AttentionRegion, sizes: Mapping[str, int], device: Device) -> bool:
     """Whether it can express the region, and is faster at these lengths than the portable kernel."""
-    if device.arch != "sm_90" or not available() or not hopper.expresses(region) or _reads_pairs(region):
+    if device.arch != "sm_90" or not available() or not hopper.expresses(region):
         return False
     tiles = plan(region, sizes, device)
     if tiles.skeleton != "prefill" or tiles.visits != "bounds" or tiles.cost is None:
         return False
-    visited = visits(region, sizes, hopper.ROWS, hopper.KEYS).visited
-    many = visited >= LEAST_TILES * -(-lengths(region, sizes).m // hopper.ROWS)
+    own = hopper.specialised(region, tiles)
+    if pair_loads(region):
+        return False
+    visited = visits(region, sizes, own.block_m, own.block_n).visited
+    many = visited >= LEAST_TILES * -(-lengths(region, sizes).m // own.block_m)
     return many and tiles.cost.seconds >= LEAST_SECONDS
 
 
-def _reads_pairs(region: AttentionRegion) -> bool:
-    """Whether the score or the mask loads something for each pair: its tiles are laid out for products, not loads."""
-    pair = {region.q_idx.name, region.kv_idx.name}
-    loads = [x for e in (region.score, *region.keep) for x in parts(e) if isinstance(x, Load)]
-    return any(pair <= set(variables(x)) for x in loads)
-
-
 def _in_steps(match: Match) -> bool:
-    """Whether Q, K and V lie as descriptors want them, so that nothing is copied."""
+    """Whether what comes in blocks lies as descriptors want it, so that nothing is copied."""
     read = {a.operand for a in (match.region.products[0].q, match.region.products[0].k, match.region.v)}
+    read |= {x.tensor for x in pair_loads(match.region)}
     tensors = [(o, n) for o, n in zip(match.region.operands, match.inputs, strict=True) if o.name in read]
-    return all(in_steps(o.dtype, example_of(n.meta["val"])[1]) for o, n in tensors)
+    strides = [(o.dtype, example_of(n.meta["val"])[1]) for o, n in tensors]
+    return all(in_steps(dtype, s) and all(s) for dtype, s in strides)

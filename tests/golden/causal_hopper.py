@@ -32,8 +32,9 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 BLOCK_M = gl.constexpr(128)  # query rows of a tile
 BLOCK_N = gl.constexpr(128)  # keys of a tile
+GROUPS = gl.constexpr(2)  # of four warps that multiply, 64 rows of a tile each
 STAGES = gl.constexpr(2)  # tiles of K, and of V, in shared memory
-SECTION = gl.constexpr(33554432)  # B of K and V of the heads that take turns: what stays in L2
+K_TURN = gl.constexpr(65536)  # keys, over the query heads that take turns, whose K and V stay in L2
 SCALE = gl.constexpr(0.12751743082459868)  # log2(e) * 0.0883883476
 SCORES = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 16]))  # of the accumulator of S
 OUTPUT = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 16]))  # of the accumulator of O
@@ -42,6 +43,7 @@ Q_TILE = gl.constexpr(gl.DotOperandLayout(0, SCORES.value, 2))
 P_TILE = gl.constexpr(gl.DotOperandLayout(0, OUTPUT.value, 2))
 SHARED = gl.constexpr(gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2))
 BOXES = {n: gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=n) for n in (2, 3, 4, 5)}
+THREADS = gl.constexpr(288)  # of all warps that multiply, and the one that copies
 K_FREE, V_FREE, Q_FREE, TURN = gl.constexpr(4), gl.constexpr(6), gl.constexpr(8), gl.constexpr(10)  # numbers of the hardware's barriers; Triton has those up to 3
 
 
@@ -59,9 +61,9 @@ def barrier(how: gl.constexpr, number, threads: gl.constexpr):
 
 
 @gluon.jit
-def copied(ready, count):
-    """Wait for the copy of that number in a ring of STAGES."""
-    mbarrier.wait(ready.index(count % STAGES), (count // STAGES) & 1)
+def copied(ready, count, stages: gl.constexpr):
+    """Wait for the copy of that number in a ring of so many."""
+    mbarrier.wait(ready.index(count % stages), (count // stages) & 1)
 
 
 @gluon.jit
@@ -81,13 +83,14 @@ def known(row_max):
 
 
 @gluon.jit
-def place_of(tile, section, M):
+def place_of(tile, tiles, section, M):
     """(first query, which head) of a tile: section by section of the heads, whose K and V then stay in L2, and in each
     the tiles with most keys first."""
     q_tiles = gl.cdiv(M, BLOCK_M)
-    inside = tile % (section * q_tiles)
-    outer = tile // (section * q_tiles) * section + inside % section
-    return (q_tiles - 1 - inside // section) * BLOCK_M, outer
+    first = tile // (section * q_tiles) * section
+    turns = gl.minimum(section, tiles // q_tiles - first)
+    inside = tile - first * q_tiles
+    return (q_tiles - 1 - inside // turns) * BLOCK_M, first + inside % turns
 
 
 @gluon.jit
@@ -102,14 +105,14 @@ def produce(given):
     done = 0  # tiles of keys, of all tiles of queries before
     while tile < tiles:
         next_tile = gl.atomic_add(counter_ptr, 1) + gl.num_programs(0)
-        q_start, outer = place_of(tile, section, M)
+        q_start, outer = place_of(tile, tiles, section, M)
         h = outer % H
         b = outer // H
         q_last = gl.minimum(q_start + BLOCK_M, M) - 1
         k_end = gl.minimum(q_last + 1, N)
         last = gl.maximum(k_end - 1, 0) // BLOCK_N * BLOCK_N
         blocks = last // BLOCK_N + 1
-        for group in gl.static_range(2):
+        for group in gl.static_range(GROUPS):
             if turn > 0:
                 barrier("sync", Q_FREE + group, 160)
             mbarrier.expect(q_ready.index(group), 16384)
@@ -122,7 +125,7 @@ def produce(given):
                 slot = count % STAGES
                 k_start = last - block * BLOCK_N
                 if count >= STAGES:
-                    barrier("sync", K_FREE + slot, 288)
+                    barrier("sync", K_FREE + slot, THREADS)
                 mbarrier.expect(k_ready.index(slot), BLOCK_N * 256)
                 tma.async_copy_global_to_shared(
                     k_desc, [b.to(gl.int32), h.to(gl.int32), k_start, 0], k_ready.index(slot), k_smem.index(slot)._reinterpret(k_desc.dtype, [1, 1, 128, 128], k_desc.layout)
@@ -132,7 +135,7 @@ def produce(given):
                 slot = count % STAGES
                 k_start = last - (block - 1) * BLOCK_N
                 if count >= STAGES:
-                    barrier("sync", V_FREE + slot, 288)
+                    barrier("sync", V_FREE + slot, THREADS)
                 mbarrier.expect(v_ready.index(slot), BLOCK_N * 256)
                 tma.async_copy_global_to_shared(
                     v_desc, [b.to(gl.int32), h.to(gl.int32), k_start, 0], v_ready.index(slot), v_smem.index(slot)._reinterpret(v_desc.dtype, [1, 1, 128, 128], v_desc.layout)
@@ -155,7 +158,7 @@ def consume(given, group: gl.constexpr):
         out_desc, q_smem, k_smem, v_smem, o_smem, next_smem, q_ready, k_ready, v_ready, next_ready,
         next_taken, tiles, section, H, M, N,
     ) = given
-    if group == 1:
+    if group == GROUPS - 1:
         barrier("arrive", TURN, 256)
     n = gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, SCORES))
     row = group * 64 + gl.arange(0, 64, layout=ROWS)[:, None]
@@ -163,7 +166,7 @@ def consume(given, group: gl.constexpr):
     turn = 0
     done = 0
     while tile < tiles:
-        q_start, outer = place_of(tile, section, M)
+        q_start, outer = place_of(tile, tiles, section, M)
         h = outer % H
         b = outer // H
         q_row = gl.minimum(row, M - 1 - q_start)
@@ -180,8 +183,9 @@ def consume(given, group: gl.constexpr):
 
         # The last keys: nothing to add to yet
         k_start = last
-        copied(k_ready, done)
-        k_tile = k_smem.index(done % STAGES).permute((1, 0))
+        count = done
+        copied(k_ready, count, STAGES)
+        k_tile = k_smem.index(count % STAGES).permute((1, 0))
         score = warpgroup_mma(
             q_tile,
             k_tile,
@@ -190,7 +194,7 @@ def consume(given, group: gl.constexpr):
             is_async=True,
         )
         score = warpgroup_mma_wait(0, (score,))
-        barrier("arrive", K_FREE + done % STAGES, 288)
+        barrier("arrive", K_FREE + count % STAGES, THREADS)
         kv = k_start + n
         kv_idx = kv[None, :]
         live = kv < k_end
@@ -204,7 +208,7 @@ def consume(given, group: gl.constexpr):
         for block in range(1, blocks):
             k_start = last - block * BLOCK_N
             count = done + block
-            copied(k_ready, count)
+            copied(k_ready, count, STAGES)
             barrier("sync", TURN + group, 256)
             k_tile = k_smem.index(count % STAGES).permute((1, 0))
             score = warpgroup_mma(
@@ -214,11 +218,11 @@ def consume(given, group: gl.constexpr):
                 use_acc=False,
                 is_async=True,
             )
-            copied(v_ready, count - 1)
+            copied(v_ready, count - 1, STAGES)
             acc = warpgroup_mma(p, v_smem.index((count - 1) % STAGES), acc, is_async=True)
-            barrier("arrive", TURN + 1 - group, 256)
+            barrier("arrive", TURN + (group + 1) % GROUPS, 256)
             score = warpgroup_mma_wait(1, (score,))
-            barrier("arrive", K_FREE + count % STAGES, 288)
+            barrier("arrive", K_FREE + count % STAGES, THREADS)
             new_max = gl.maximum(row_max, gl.max(score, axis=1) * SCALE)
             known(new_max)
             rescale = gl.exp2(row_max - new_max)
@@ -229,15 +233,15 @@ def consume(given, group: gl.constexpr):
                 + sums(weights)
             )
             acc, p = warpgroup_mma_wait(0, (acc, p))
-            barrier("arrive", V_FREE + (count - 1) % STAGES, 288)
+            barrier("arrive", V_FREE + (count - 1) % STAGES, THREADS)
             acc = acc * gl.convert_layout(rescale, gl.SliceLayout(1, OUTPUT))[:, None]
             p = gl.convert_layout(weights.to(gl.bfloat16), P_TILE)
 
         done += blocks
-        copied(v_ready, done - 1)
+        copied(v_ready, done - 1, STAGES)
         acc = warpgroup_mma(p, v_smem.index((done - 1) % STAGES), acc, is_async=True)
         acc, p = warpgroup_mma_wait(0, (acc, p))
-        barrier("arrive", V_FREE + (done - 1) % STAGES, 288)
+        barrier("arrive", V_FREE + (done - 1) % STAGES, THREADS)
 
         row_sum = gl.convert_layout(gl.sum(row_sum, axis=1), ROWS)
         o = (acc * gl.convert_layout(1.0 / row_sum, gl.SliceLayout(1, OUTPUT))[:, None]).to(gl.bfloat16)
@@ -261,20 +265,21 @@ def consume(given, group: gl.constexpr):
 def attention(
     q_desc, k_desc, v_desc, out_desc, counter_ptr, tiles, section, H, M, N,
 ):
-    q_smem = gl.allocate_shared_memory(gl.bfloat16, [2, 64, 128], SHARED)
+    q_smem = gl.allocate_shared_memory(gl.bfloat16, [GROUPS, 64, 128], SHARED)
     k_smem = gl.allocate_shared_memory(gl.bfloat16, [STAGES, BLOCK_N, 128], SHARED)
     v_smem = gl.allocate_shared_memory(gl.bfloat16, [STAGES, BLOCK_N, 128], SHARED)
-    o_smem = gl.allocate_shared_memory(gl.bfloat16, [2, 64, 128], SHARED)
+    o_smem = gl.allocate_shared_memory(gl.bfloat16, [GROUPS, 64, 128], SHARED)
     next_smem = gl.allocate_shared_memory(gl.int32, [2, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    q_ready = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    q_ready = gl.allocate_shared_memory(gl.int64, [GROUPS, 1], mbarrier.MBarrierLayout())
     k_ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     v_ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     next_ready = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     next_taken = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(2):
-        mbarrier.init(q_ready.index(i), count=1)
         mbarrier.init(next_ready.index(i), count=1)
-        mbarrier.init(next_taken.index(i), count=2)
+        mbarrier.init(next_taken.index(i), count=GROUPS)
+    for i in gl.static_range(GROUPS):
+        mbarrier.init(q_ready.index(i), count=1)
     for i in gl.static_range(STAGES):
         mbarrier.init(k_ready.index(i), count=1)
         mbarrier.init(v_ready.index(i), count=1)
@@ -287,28 +292,25 @@ def attention(
         next_ready, next_taken, tiles, section, counter_ptr, H, M, N,
     )
     gl.warp_specialize(
-        [(consume, (consumed, 0)), (consume, (consumed, 1)), (produce, (produced,))], [4, 1], [240, 24]
+        [(consume, (consumed, 0)), (consume, (consumed, 1)), (produce, (produced,))],
+        [4, 1],
+        [240, 24],
     )
 
 
 def in_rows(x):
     """x, copied unless a tensor descriptor can say where it lies: dense columns, the rest in whole 16 bytes."""
     *outer, last = x.stride()
-    step = 16 // x.element_size()
-    whole = last == 1 and x.data_ptr() % 16 == 0 and not any(s % step or not s for s in outer)
-    return x if whole else x.clone(memory_format=torch.contiguous_format)
+    step, columns = 16 // x.element_size(), x.shape[-1]
+    if last == 1 and x.data_ptr() % 16 == 0 and not any(s % step or not s for s in outer):
+        return x
+    return x.new_empty(*x.shape[:-1], columns + -columns % step)[..., :columns].copy_(x)
 
 
 def described(x, block, rows):
     """A tensor descriptor of x, copied in blocks of that shape. What lies after its first `rows` reads as zeros."""
     shape = [rows if n > 1 else size for n, size in zip(block[:-1], x.shape[:-1], strict=True)] + [x.shape[-1]]
     return TensorDescriptor(x, shape, list(x.stride()), block, BOXES[len(block)])
-
-
-def section_of(outer, keys):
-    """How many heads take turns: their K and V fit in L2, and they divide the heads evenly."""
-    most = max(1, min(outer, SECTION.value // max(keys, 1)))
-    return next(n for n in range(most, 0, -1) if outer % n == 0)
 
 
 def launch(out, tensors, sizes):
@@ -325,7 +327,7 @@ def launch(out, tensors, sizes):
     v_desc = described(v, [1, 1, 128, 128], N)
     out_desc = described(written, [1, 1, 64, 128], M)
     tiles = B * H * -(-M // BLOCK_M.value)
-    section = section_of(B * H, N * 512)
+    section = max(1, min(B * H, K_TURN.value // max(N, 1)))
     counter = torch.zeros(1, dtype=torch.int32, device=out.device)
     programs = min(tiles, torch.cuda.get_device_properties(out.device).multi_processor_count)
     attention[(programs,)](

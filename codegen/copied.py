@@ -1,0 +1,53 @@
+"""What the score or the mask reads for each pair, copied in blocks as K and V are: operand[batch..., q_idx, kv_idx].
+
+Read element by element in the layout of an accumulator, each instruction of a warp touches eight rows for 16 bytes of
+each; a block comes through shared memory whole, ahead of who needs it.
+"""
+
+from __future__ import annotations
+
+from fusecomp.ir.expr import Load, Var, parts, variables
+from fusecomp.ir.region import AttentionRegion
+from fusecomp.planning.tile import TilePlan
+
+COLUMNS = 128
+"""Of O that are on their way out at once, at most."""
+MEMORY = 232_448 - 1024
+"""B of a program's shared memory, less what its barriers take."""
+BARRIERS = 12
+"""Of the hardware, beside the four that Triton has."""
+
+
+def pair_loads(region: AttentionRegion) -> tuple[Load, ...]:
+    """Every load that differs from pair to pair."""
+    pair = {region.q_idx.name, region.kv_idx.name}
+    loads = [x for e in (region.score, *region.keep) for x in parts(e) if isinstance(x, Load)]
+    return tuple(dict.fromkeys(x for x in loads if pair <= variables(x)))
+
+
+def copied(region: AttentionRegion) -> tuple[Load, ...]:
+    """Those of them that are copied in blocks, as wide as the products' operands."""
+    return tuple(x for x in pair_loads(region) if _in_rows(region, x))
+
+
+def _in_rows(region: AttentionRegion, x: Load) -> bool:
+    """The whole of the operand's last two dimensions are the queries and the keys."""
+    *outer, row, key = x.index if len(x.index) > 1 else (None, None)
+    batch = {v.name for v in region.batch}
+    inner = isinstance(row, Var) and isinstance(key, Var) and (row, key) == (region.q_idx, region.kv_idx)
+    whole = region.operand(x.tensor).shape[-2:] == (region.q_idx.size, region.kv_idx.size)
+    known = all(variables(e) <= batch and not any(isinstance(y, Load) for y in parts(e)) for e in outer)
+    return inner and whole and known and len(outer) <= 3 and x.dtype == region.pv_dtype
+
+
+def buffers(region: AttentionRegion, plan: TilePlan) -> int:
+    """How many of their tiles there is room for beside Q, K, V and O, and hardware's barriers; at most two.
+
+    2 B (rows (D + min(D, COLUMNS)) + 2 stages keys D) + buffers loads 2 B rows keys  <=  MEMORY
+    """
+    loads, d = len(copied(region)), region.head_size
+    if not plan.consumers or not loads:
+        return 0
+    held = 2 * (plan.block_m * (d + min(d, COLUMNS)) + 2 * plan.stages * plan.block_n * d)
+    barriers = BARRIERS - 2 * (plan.stages + plan.consumers)
+    return max(0, min(2, (MEMORY - held) // (2 * loads * plan.block_m * plan.block_n), barriers))

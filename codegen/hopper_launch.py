@@ -1,0 +1,57 @@
+"""The host's part of the forward kernel for Hopper: descriptors, and programs that stay. (frame, ...) -> lines."""
+
+from __future__ import annotations
+
+from fusecomp.codegen.frame import Frame
+from fusecomp.codegen.hopper import REGISTERS, blocks
+from fusecomp.codegen.launcher import arguments, no_keys, outer_sizes, ranks_of, rounded_up, unpacked, wrapped
+from fusecomp.codegen.printer import triton_text
+
+Lines = list[str]
+
+LAUNCH_HELPERS = '''\
+def in_rows(x):
+    """x, copied unless a tensor descriptor can say where it lies: dense columns, the rest in whole 16 bytes."""
+    *outer, last = x.stride()
+    step, columns = 16 // x.element_size(), x.shape[-1]
+    if last == 1 and x.data_ptr() % 16 == 0 and not any(s % step or not s for s in outer):
+        return x
+    return x.new_empty(*x.shape[:-1], columns + -columns % step)[..., :columns].copy_(x)
+
+
+def described(x, block, rows):
+    """A tensor descriptor of x, copied in blocks of that shape. What lies after its first `rows` reads as zeros."""
+    shape = [rows if n > 1 else size for n, size in zip(block[:-1], x.shape[:-1], strict=True)] + [x.shape[-1]]
+    return TensorDescriptor(x, shape, list(x.stride()), block, BOXES[len(block)])
+'''
+
+
+def launch(frame: Frame, params: list[str], saves_lse: bool) -> Lines:
+    """Programs that stay, one for each multiprocessor, and a counter of the tiles that are taken."""
+    region, product = frame.region, frame.region.products[0]
+    m, n = (triton_text(v.size, frame.names) for v in (frame.q_idx, frame.kv_idx))
+    read = {x.tensor: x.tensor for _, x in frame.copied}
+    names = dict.fromkeys((product.q.operand, product.k.operand, region.v.operand, *read))
+    outer = " * ".join(outer_sizes(frame)) or "1"
+    section = f"max(1, min({outer}, K_TURN.value // max({n}, 1)))" if frame.heavy_last else "1"
+    tensors = {"q": product.q.operand, "k": product.k.operand, "v": region.v.operand, "out": "written", **read}
+    rows = {"q": m, "k": n, "v": n, "out": m, **dict.fromkeys(read, m)}
+    described = [f"{t}_desc = described({tensors[t]}, {block}, {rows[t]})" for t, block in blocks(frame).items()]
+    schedule = [f"num_warps={frame.plan.warps}", f"maxnreg={REGISTERS[frame.plan.consumers][0]}"]
+    given = wrapped([*arguments(params, ranks_of(frame)), *schedule], 8)
+    return [
+        *unpacked(region),
+        *no_keys(frame, saves_lse),
+        f"{', '.join(names)} = {', '.join(f'in_rows({name})' for name in names)}",
+        "written = in_rows(out)",
+        *described,
+        f"tiles = {outer} * {rounded_up(m, 'BLOCK_M.value')}",
+        f"section = {section}",
+        "counter = torch.zeros(1, dtype=torch.int32, device=out.device)",
+        "programs = min(tiles, torch.cuda.get_device_properties(out.device).multi_processor_count)",
+        "attention[(programs,)](",
+        *("    " + line for line in given),
+        ")",
+        "if written is not out:",
+        "    out.copy_(written)",
+    ]

@@ -1,0 +1,82 @@
+"""What the score or the mask reads for each pair, in the forward kernel for Hopper: copied in blocks through shared
+memory by the warp that copies K and V. (frame) -> lines; nothing where nothing is so read."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from fusecomp.codegen.frame import Frame
+from fusecomp.codegen.hopper import GROUP_ROWS, blocks
+from fusecomp.codegen.memory import widened
+from fusecomp.codegen.printer import triton_dtype
+from fusecomp.codegen.skeletons import fill
+from fusecomp.ir.expr import Load
+
+Lines = list[str]
+
+COPY = '''\
+if block < blocks:
+    count = done + block
+    slot = count % BUFFERS
+    k_start = last - block * BLOCK_N
+    if count >= BUFFERS:
+        barrier("sync", PAIRS_FREE + slot, THREADS)
+    mbarrier.expect(pairs_ready.index(slot), «bytes»)
+    for group in gl.static_range(GROUPS):
+        «copies»
+'''
+
+READ = '''\
+copied(pairs_ready, count, BUFFERS)
+«tiles»
+fence_async_shared()
+barrier("arrive", PAIRS_FREE + count % BUFFERS, THREADS)
+'''
+
+READY = '''\
+pairs_ready = gl.allocate_shared_memory(gl.int64, [BUFFERS, 1], mbarrier.MBarrierLayout())
+for i in gl.static_range(BUFFERS):
+    mbarrier.init(pairs_ready.index(i), count=1)
+'''
+
+
+def memory(frame: Frame) -> list[str]:
+    """Names of the tiles in shared memory."""
+    return [f"{x.tensor}_smem" for _, x in frame.copied]
+
+
+def allocated(frame: Frame) -> Lines:
+    """Memory of the tiles."""
+    return [
+        f"{x.tensor}_smem = gl.allocate_shared_memory({triton_dtype(x.dtype)}, "
+        f"[BUFFERS * GROUPS, {GROUP_ROWS}, BLOCK_N], SHARED)"
+        for _, x in frame.copied
+    ]
+
+
+def ready(frame: Frame) -> Lines:
+    """What says that tiles have come."""
+    return READY.splitlines() if frame.copied else []
+
+
+def copies(frame: Frame, place: Callable[[Load], str]) -> Lines:
+    """Tiles of all of them, for every group; `place`: the coordinates of a block."""
+    if not frame.copied:
+        return []
+    lines: Lines = []
+    for _, x in frame.copied:
+        block = f"{x.tensor}_desc.dtype, {blocks(frame)[x.tensor]}, {x.tensor}_desc.layout"
+        into = f"{x.tensor}_smem.index(slot * GROUPS + group)._reinterpret({block})"
+        copy = f"{x.tensor}_desc, {place(x)}, pairs_ready.index(slot), {into}"
+        lines += ["tma.async_copy_global_to_shared(", f"    {copy}", ")"]
+    size = f"BLOCK_M * BLOCK_N * {2 * len(frame.copied)}"
+    return fill(COPY, {"bytes": size, "copies": lines}).splitlines()
+
+
+def read(frame: Frame) -> Lines:
+    """bias_tile = bias[b, h, q_idx, kv_idx] over the tile."""
+    if not frame.copied:
+        return []
+    index = "index(count % BUFFERS * GROUPS + group)"
+    tiles = [f"{name} = {x.tensor}_smem.{index}.load(SCORES){widened(x.dtype)}" for name, x in frame.copied]
+    return fill(READ, {"tiles": tiles}).splitlines()
