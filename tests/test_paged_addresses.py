@@ -138,7 +138,6 @@ GROUP, BY_PAGE = apply("floordiv", ROW, const(4)), apply("floordiv", KEY, const(
         (apply("le", KEY, apply("add", GROUP, const(20))), 0, 23, True),
         (apply("lt", apply("mul", const(2), KEY), GROUP), 0, 48, True),
         (apply("lt", KEY, apply("sub", const(30), GROUP)), 0, 48, True),
-        (apply("or", apply("lt", KEY, const(3)), apply("le", KEY, apply("add", ROW, const(7)))), 0, 17, True),
         (apply("lt", KEY, apply("mod", ROW, const(4))), 0, 48, True),
         (apply("lt", BY_PAGE, const(2)), 0, 32, False),
         (apply("le", BY_PAGE, const(1)), 0, 32, False),

@@ -75,6 +75,12 @@ def test_what_bounds_nothing(term: Expr) -> None:
     assert reach((term,)).loose == (term,)
 
 
+def test_the_wider_of_two_where_it_is_known() -> None:
+    found = bound_of(either(less(kv_idx, 3), less(kv_idx, apply("add", q_idx, Const(8)))), "q_idx", "kv_idx")
+    assert found is not None
+    assert str(found[1].edge) == "q_idx + 8"
+
+
 def test_an_end_that_data_knows() -> None:
     """kv_idx < lengths[b] or q_idx >= kv_idx"""
     found = bound_of(either(LOADED, causal), "q_idx", "kv_idx")

@@ -159,6 +159,10 @@ def _either(term: Expr, x: tuple[str, Bound] | None, y: tuple[str, Bound] | None
     if x is None or y is None or x[0] != y[0] or x[1].slope * y[1].slope < 0:
         return None
     (side, one), (_, other) = x, y
+    wider = "le" if side == "upper" else "ge"
+    for a, b in ((one, other), (other, one)):
+        if apply(wider, a.edge, b.edge) == Const(True):
+            return side, replace(b, term=term)
     edge = apply("max" if side == "upper" else "min", one.edge, other.edge)
     return side, Bound(edge, max(one.slope, other.slope, key=abs), term)
 
