@@ -2,9 +2,9 @@
 
     python examples/bench/hopper.py [OUT.json] [--only d=128,bias] [--seconds 90]
 
-`fusecomp bench` times whole calls beside all peers; here are both kernels of each case, whichever a call would take, and
-FlashAttention-3 where its wheel is installed and has the variant. All are replayed from CUDA graphs, so that no host shows: bursts of about 15 ms after 0.1 s of idling, and back to back for
-0.1 s, in one order and in the other.
+`fusecomp bench` times whole calls beside all peers; here are both kernels of each case, whichever a call would take,
+and FlashAttention-3 where its wheel is installed and has the variant. All are replayed from CUDA graphs, so that no
+host shows: bursts of about 15 ms after 0.1 s of idling, and back to back for 0.1 s, in one order and in the other.
 """
 
 from __future__ import annotations
