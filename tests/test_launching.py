@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import gc
 import weakref
+from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from threading import Thread
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -134,6 +137,24 @@ def test_strides_that_always_change_fill_no_memory(
     for step in range(2, 9):
         same(files, heard, torch.zeros(8), torch.zeros(64)[::step], 4)
     assert len(files.quick.double.known) <= 3
+
+
+def test_kernels_are_compiled_together_and_not_launched(
+    files: Files, heard: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "device", lambda _: nullcontext())
+    x = torch.zeros(64)
+    calls = [partial(files.quick.launch, x, x, 32, block) for block in (32, 64, 128)]
+    launching.compile_together([*calls, partial(files.quick.launch, x.bool(), x, 32, 3)], torch.device("cpu"))
+    assert not heard[1:]
+    assert len(files.quick.double.kernel.device_caches[0][0]) == 3  # a block of 3 does not compile
+    other = Thread(target=files.quick.launch, args=(x, x, 32))
+    with monkeypatch.context() as m:
+        m.setattr(launching._collected, "wanted", [])
+        other.start()
+        other.join()
+    assert len(heard[1:]) == 1  # another thread launches meanwhile
+    assert same(files, heard, x, x, 32)
 
 
 def test_what_a_file_launches() -> None:

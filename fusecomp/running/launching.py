@@ -9,12 +9,18 @@ and compares every constant of the file with what it was. Here the last kernels 
     (device, dtypes, strides, options)     aligned pointers, lengths below 2^31
 
 and launched as Triton's tutorials launch a compiled kernel, `compiled[grid](*args)`. All else is left to Triton.
+
+Kernels of one attention are compiled beside each other, in threads: Triton's passes and the assembler hold no lock.
 """
 
 from __future__ import annotations
 
 import ast
-from collections.abc import Callable, Sequence
+import os
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from functools import partial, reduce
 from operator import attrgetter, itemgetter, methodcaller, or_
 from types import ModuleType
@@ -28,6 +34,33 @@ WIDE = 1 << 31
 MOST = 128
 """Kernels kept of one function. Strides that change at every call keep none of them long."""
 _pointer, _dtype = methodcaller("data_ptr"), attrgetter("dtype")
+
+
+class _Collected(threading.local):
+    """Of this thread, while its launches are collected: what compiles each kernel."""
+
+    wanted: list[Callable[[], object]] | None = None
+
+
+_collected = _Collected()
+
+
+def compile_together(calls: Iterable[Callable[[], object]], device: torch.device) -> None:
+    """Compile every kernel that the calls launch, and launch none. What does not compile says so when it is run."""
+    wanted = _collected.wanted = []
+    try:
+        for call in calls:
+            call()
+    finally:
+        _collected.wanted = None
+    if len(wanted) > 1:
+        with ThreadPoolExecutor(min(len(wanted), os.cpu_count() or 1)) as pool:
+            list(pool.map(partial(_attempt, device), wanted))
+
+
+def _attempt(device: torch.device, compiled: Callable[[], object]) -> None:
+    with suppress(Exception), torch.cuda.device(device):
+        compiled()
 
 
 def quickened(module: ModuleType, text: str) -> ModuleType:
@@ -70,6 +103,9 @@ class Launches:
 
     def launch(self, grid: tuple[int, ...], *args: Any, **options: Any) -> None:
         """Through Triton the first time, then as it was compiled."""
+        if _collected.wanted is not None:
+            _collected.wanted.append(self._compiling(grid, args, options))
+            return
         tensors = self._pointers(args)
         if reduce(or_, map(_pointer, tensors), 0) % ALIGNED or max(self._lengths(args), default=0) >= WIDE:
             self.kernel[grid](*args, **options)
@@ -81,6 +117,11 @@ class Launches:
             self._keep(key, self.kernel[grid](*args, **options))
         else:
             compiled[(*grid, 1, 1)[:3]](*args, *[options[name] for name in self.constants])
+
+    def _compiling(self, grid: tuple[int, ...], args: Sequence[Any], options: dict[str, Any]) -> Callable[[], object]:
+        """What compiles the kernel of a call and loads it."""
+        _ = self.kernel.cache_key  # of the functions that it calls too, which other kernels may share
+        return lambda: self.kernel.warmup(*args, grid=grid, **options)[(1, 1, 1)]
 
     def _keep(self, key: Any, compiled: Any) -> None:
         if len(self.known) >= MOST:

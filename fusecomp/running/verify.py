@@ -9,8 +9,9 @@ sampled rows stands in for it, and the graph's own nodes are still run in the mo
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -25,6 +26,7 @@ from fusecomp.patterns.build import Match
 from fusecomp.running import cache
 from fusecomp.running.backward import gradients
 from fusecomp.running.inputs import draw, example_of
+from fusecomp.running.launching import compile_together
 from fusecomp.running.operator import Gradients, Launch, empty_ordered
 from fusecomp.running.subgraph import run_original, seen
 from fusecomp.running.sums import arranged, whole
@@ -56,6 +58,8 @@ def verify(
     path = cache.directory("verdicts") / f"{name}.json"
     if (known := kept(path)) is not None:
         return known
+    if device.type == "cuda":
+        compile_together(launches(match, launch, sizes, device, backward), device)
     verdict = judge(compare(match, launch, sizes, device, backward), match.region.out_dtype)
     if verdict.passed and match.region.lse:
         verdict = judge_log_sums(match, launch, sizes, device) or verdict
@@ -101,6 +105,28 @@ def example(match: Match, sizes: Mapping[str, int], device: torch.device) -> tup
     shape = [seen(s) for s in match.out_shape]
     out = empty_ordered(shape, region.out_order, tensors[0], getattr(torch, region.out_dtype))
     return tensors, out, [sizes[s] for s in region.sizes]
+
+
+def launches(
+    match: Match, launch: Launch, sizes: Mapping[str, int], device: torch.device, backward: Gradients | None
+) -> list[Callable[[], None]]:  # fmt: skip
+    """Calls that launch each kernel that verification will."""
+    tensors, out, lengths = example(match, sizes, device)
+    saves = backward is not None or match.region.lse
+    lse = log_sums(match, sizes, device) if saves else None
+    calls = [partial(launch, out, tensors, lengths, *([] if lse is None else [lse]))]
+    if backward is not None and lse is not None:
+        pairs = zip(tensors, match.region.operands, strict=True)
+        grads = [torch.empty_like(t) if o.name in held(match) else None for t, o in pairs]
+        more = [lse[..., 0].contiguous() if saved(match.region) else lse] if match.region.lse else []
+        calls.append(partial(backward, grads, out, out, lse, *more, tensors, lengths))
+    return calls
+
+
+def held(match: Match) -> frozenset[str]:
+    """The operands whose gradients are looked at: Q, K, V, and what else learns."""
+    products = match.region.products
+    return match.learned | {a.operand for p in products for a in (p.q, p.k)} | {match.region.v.operand}
 
 
 def log_sums(match: Match, sizes: Mapping[str, int], device: torch.device) -> Tensor:
@@ -206,8 +232,7 @@ def judge_gradients(
     lse = log_sums(match, sizes, device)
     launch(out, tensors, lengths, lse)
     grad = torch.randn(out.shape, device=device, generator=torch.Generator(device).manual_seed(1)).to(out.dtype)
-    held = match.learned | {a.operand for p in region.products for a in (p.q, p.k)} | {region.v.operand}
-    wanted = [i for i, o in enumerate(region.operands) if o.name in held]
+    wanted = [i for i, o in enumerate(region.operands) if o.name in held(match)]
     grads = [torch.full_like(t, float("nan")) if i in wanted else None for i, t in enumerate(tensors)]
     rows = lse.shape[: len(region.batch) + 1]
     grad_lse = torch.randn(rows, device=device) if any(learns(s.node) for s in match.sums) else None
