@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import groupby
 
 from fusecomp.codegen.descriptors import prepared
 from fusecomp.codegen.frame import Frame
@@ -34,17 +34,22 @@ def unspecialised(frame: Frame, params: list[str]) -> list[str]:
 
 
 def arguments(params: Sequence[str], ranks: Mapping[str, int]) -> list[str]:
-    """q_ptr -> q, M -> M; every stride of q -> *q.stride(), some of them -> q.stride(2)."""
+    """q_ptr -> q, M -> M; strides of q together: *q.stride(), of four axes the last three *q.stride()[1:]."""
     given: list[str] = []
-    for param in params:
-        match = re.fullmatch(r"(\w+)_stride_(\d+)", param)
-        if match is None:
-            given.append(param.removesuffix("_ptr"))
-        elif not all(f"{match[1]}_stride_{i}" in params for i in range(ranks[match[1]])):
-            given.append(f"{match[1]}.stride({match[2]})")
-        elif match[2] == "0":
-            given.append(f"*{match[1]}.stride()")
+    for tensor, group in groupby(params, lambda p: p.partition("_stride_")[0] if "_stride_" in p else ""):
+        if tensor:
+            given += _strides(tensor, [int(p.rpartition("_")[2]) for p in group], ranks[tensor])
+        else:
+            given += [p.removesuffix("_ptr") for p in group]
     return given
+
+
+def _strides(tensor: str, axes: list[int], rank: int) -> list[str]:
+    first, end = axes[0], axes[-1] + 1
+    if len(axes) == 1 or axes != list(range(first, end)):
+        return [f"{tensor}.stride({i})" for i in axes]
+    some = f"[{first or ''}:{end if end < rank else ''}]" if len(axes) < rank else ""
+    return [f"*{tensor}.stride(){some}"]
 
 
 def ranks_of(frame: Frame) -> dict[str, int]:

@@ -234,9 +234,8 @@ def launch(out, tensors, sizes):
     k, v = in_rows(k), in_rows(v)
     triton.set_allocator(scratch)
     attention[(B * H * -(-M // BLOCK_M.value),)](
-        out, q, k, v, load0, tiles, *out.stride(), *q.stride(), k.stride(0), k.stride(1),
-        k.stride(2), v.stride(0), v.stride(1), v.stride(2), load0.stride(0), load0.stride(2),
-        load0.stride(3), H, M, N, num_warps=4, num_stages=2,
+        out, q, k, v, load0, tiles, *out.stride(), *q.stride(), *k.stride()[:3], *v.stride()[:3],
+        load0.stride(0), load0.stride(2), load0.stride(3), H, M, N, num_warps=4, num_stages=2,
     )
 
 

@@ -144,7 +144,7 @@ def launch(out, tensors, sizes):
         out.zero_()
         return
     attention[(B * H * -(-M // BLOCK_M.value),)](
-        out, q, k, v, load0, *out.stride(), *q.stride(), *k.stride(), *v.stride(), *load0.stride(),
+        out, q, k, v, load0, *out.stride(), *q.stride(), *k.stride(), *v.stride(), load0.stride(0),
         H, M, N, num_warps=4, num_stages=2,
     )
 

@@ -315,7 +315,7 @@ def launch(out, tensors, sizes):
     maxima = torch.empty(requests * units * BLOCK_M.value, dtype=torch.float32, device=out.device)
     attention[(grid,)](
         q, k, v, load0, part_acc, part_max, part_sum, first, shares, *q.stride(), *k.stride(),
-        *v.stride(), *load0.stride(), requests, units, programs, M, N, num_warps=4, num_stages=2,
+        *v.stride(), load0.stride(0), requests, units, programs, M, N, num_warps=4, num_stages=2,
     )
     combine[(requests * units, min(M, BLOCK_M.value), 1,)](
         out, part_acc, part_max, part_sum, first, shares, maxima, *out.stride(), units, M,
@@ -323,7 +323,7 @@ def launch(out, tensors, sizes):
     )
     rescue[(requests * units,)](
         out, q, k, v, load0, maxima, *out.stride(), *q.stride(), *k.stride(), *v.stride(),
-        *load0.stride(), units, M, N, num_warps=4, num_stages=2,
+        load0.stride(0), units, M, N, num_warps=4, num_stages=2,
     )
 
 

@@ -270,7 +270,7 @@ def launch(out, tensors, sizes):
     shares = torch.empty_like(first)
     attention[(grid,)](
         q, k_pool, v_pool, table, lengths, part_acc, part_max, part_sum, first, shares, *q.stride(),
-        *k_pool.stride(), *v_pool.stride(), *table.stride(), *lengths.stride(), requests, units,
+        *k_pool.stride(), *v_pool.stride(), *table.stride(), lengths.stride(0), requests, units,
         programs, M, N, num_warps=4, num_stages=2,
     )
     combine[(requests * units, min(M, Q_ROWS.value) * PACK.value, 2,)](
