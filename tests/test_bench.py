@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from itertools import groupby
@@ -10,9 +12,12 @@ from typing import Any
 
 import pytest
 import torch
+import triton
 from torch import Tensor
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
 
-from fusecomp.bench import cases, inputs, measure, page, peers, timing
+from fusecomp.bench import cases, inputs, measure, page, peers, reading, timing
 from fusecomp.bench.cases import CASES, Case
 from fusecomp.bench.inputs import Inputs
 from fusecomp.bench.peers import Peer
@@ -170,6 +175,28 @@ def test_ours_that_is_not_fused_is_marked(monkeypatch: pytest.MonkeyPatch) -> No
 
 # ----------------------------------------------------------------------------------------------------------------
 # Times
+
+
+READING = """
+import torch
+from fusecomp.bench.reading import readers
+x = torch.randn(5000)
+*_, read = readers(x)  # of the fewest programs: the interpreter runs them one after the other
+read()
+torch.testing.assert_close(read.args[1].sum(), x.sum())
+"""
+
+
+def test_the_kernels_that_only_read_read_all() -> None:
+    variables = {**os.environ, "TRITON_INTERPRET": "1"}
+    subprocess.run([sys.executable, "-c", READING], env=variables, check=True, timeout=300)
+
+
+@pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="the interpreter compiles nothing")
+def test_the_kernels_that_only_read_compile() -> None:
+    signature = {"x_ptr": "*bf16", "out_ptr": "*fp32", "n": "i32", "BLOCK": "constexpr"}
+    source = ASTSource(reading._read, signature=signature, constexprs={"BLOCK": 1024})
+    assert "ld.global" in triton.compile(source, target=GPUTarget("cuda", 90, 32)).asm["ptx"]
 
 
 def test_the_middle_and_where_nine_tenths_lie() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any
 
 import torch
 import triton
@@ -16,7 +15,7 @@ SHAPES = ((1024, 1056), (2048, 528), (4096, 528), (2048, 2112), (4096, 264))
 
 
 @triton.jit
-def _read(x_ptr: Any, out_ptr: Any, n: Any, BLOCK: tl.constexpr) -> None:
+def _read(x_ptr: tl.tensor, out_ptr: tl.tensor, n: tl.tensor, BLOCK: tl.constexpr) -> None:
     total = tl.zeros([BLOCK], tl.float32)
     for start in range(tl.program_id(0) * BLOCK, n, tl.num_programs(0) * BLOCK):
         place = start + tl.arange(0, BLOCK)
