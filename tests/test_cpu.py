@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from golden_kernels import paged
 from regions import attention, b, kv_idx, load, q_idx, scaled_score
 from test_reference import _two_products
 from torch import Tensor
@@ -146,3 +147,16 @@ def test_the_scores_of_a_head_are_never_held(name: str) -> None:
         cpu.lower(region)(out, args, shapes)
     assert out.isfinite().all()
     assert seen.size < n * n / 2
+
+
+def test_of_a_pool_the_pages_of_the_table_are_fetched() -> None:
+    region = paged("float32", page=4, group=3, d=16)
+    shapes = {"B": 2, "H": 6, "M": 1, "N": 400, "P": 90_000, "T": 100}
+    pool = torch.randn(1, 4, 2, 16)
+    made = {"q": torch.randn(2, 6, 1, 16), "table": torch.randint(0, 90_000, (2, 100)), "lengths": torch.tensor([13, 40])}
+    args = [made[o.name] if o.name in made else pool.expand(90_000, -1, -1, -1) for o in region.operands]
+    out = torch.empty(2, 6, 1, 16)
+    with Largest() as seen:
+        cpu.lower(region)(out, args, shapes)
+    torch.testing.assert_close(out.double(), evaluate(region, args, shapes), rtol=1e-5, atol=1e-5)
+    assert seen.size < 400 * 16

@@ -95,7 +95,8 @@ class Blocks:
         room = _room(env, rows, sizes)
         for spans in groups:
             heads = env.at(**spans)
-            held = self._hold(heads, room)
+            reached = range(self._visited(heads)[1])
+            held = self._hold(heads.at(**{self.region.kv_idx.name: reached}), room)
             place = tuple(slice(s.start, s.stop) for s in spans.values())
             part, sums = out[place], None if lse is None else lse[place]
             for start in range(0, m, rows):
@@ -110,7 +111,8 @@ class Blocks:
     def _division(self, env: Env) -> tuple[int, int, Iterator[dict[str, range]]]:
         """(rows of a block, heads at most, the ranges of batch axes that go together).
 
-        Batch axes with lengths of their own go apart, so that what lies past a length is not read.
+        Batch axes with lengths of their own go apart, so that what lies past a length is not read; groups of heads go
+        apart, so that the keys that they share are not repeated.
         """
         r, budget = self.region, BUDGET * torch.get_num_threads()
         m, n = (max(1, len(env.spans[v.name])) for v in (r.q_idx, r.kv_idx))
@@ -120,7 +122,7 @@ class Blocks:
         apart = {name for b in (*self.reach.lower, *self.reach.upper) for name in variables(b.edge)}
         pieces: list[list[range]] = []
         for v in reversed(r.batch):
-            size, step = len(env.spans[v.name]), 1 if v.name in apart else max(group, left // group * group)
+            size, step = len(env.spans[v.name]), 1 if v.name in apart else group if group > 1 else left
             pieces.insert(0, [range(i, min(i + step, size)) for i in range(0, size, step)])
             left, group = max(1, left // size), 1
         names = [v.name for v in r.batch]
