@@ -153,7 +153,8 @@ def test_of_a_pool_the_pages_of_the_table_are_fetched() -> None:
     region = paged("float32", page=4, group=3, d=16)
     shapes = {"B": 2, "H": 6, "M": 1, "N": 400, "P": 90_000, "T": 100}
     pool = torch.randn(1, 4, 2, 16)
-    made = {"q": torch.randn(2, 6, 1, 16), "table": torch.randint(0, 90_000, (2, 100)), "lengths": torch.tensor([13, 40])}
+    table, lengths = torch.randint(0, 90_000, (2, 100)), torch.tensor([13, 40])
+    made = {"q": torch.randn(2, 6, 1, 16), "table": table, "lengths": lengths}
     args = [made[o.name] if o.name in made else pool.expand(90_000, -1, -1, -1) for o in region.operands]
     out = torch.empty(2, 6, 1, 16)
     with Largest() as seen:

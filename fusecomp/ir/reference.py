@@ -127,8 +127,8 @@ def _promoted(op: str, kind: str, args: list[Tensor], env: Env) -> list[Tensor]:
 
 
 def read(tensor: Tensor, index: Sequence[Expr], env: Env, walk: Callable[[Expr], Tensor] | None = None) -> Tensor:
-    """tensor[index] over the axes of `env`: a view where no coordinate mixes indices or skips positions. What is fetched
-    together is fetched before anything is repeated.
+    """tensor[index] over the axes of `env`: a view where no coordinate mixes indices or skips positions. Where some do,
+    what they name is fetched before anything is repeated.
 
     Coordinates outside the tensor are moved to its edge: they stand where a `where` or the mask discards the value.
     """
