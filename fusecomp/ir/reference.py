@@ -28,7 +28,6 @@ Span: TypeAlias = "range | Tensor"
 """The positions that one index takes: a range of step 1, or a vector of any positions."""
 
 
-
 @dataclass(frozen=True)
 class Env:
     """What the names in an expression stand for. Values have one dimension per axis, of size 1 where constant."""
@@ -127,8 +126,7 @@ def _promoted(op: str, kind: str, args: list[Tensor], env: Env) -> list[Tensor]:
 
 
 def read(tensor: Tensor, index: Sequence[Expr], env: Env, walk: Callable[[Expr], Tensor] | None = None) -> Tensor:
-    """tensor[index] over the axes of `env`: a view where no coordinate mixes indices or skips positions. Where some do,
-    what they name is fetched before anything is repeated.
+    """tensor[index] over the axes of `env`: a view where no coordinate mixes indices or skips positions.
 
     Coordinates outside the tensor are moved to its edge: they stand where a `where` or the mask discards the value.
     """
@@ -138,13 +136,12 @@ def read(tensor: Tensor, index: Sequence[Expr], env: Env, walk: Callable[[Expr],
     uses = Counter(name for e in index for name in variables(e))
     joint = [place for place, e in enumerate(index) if len(variables(e)) > 1 or any(uses[x] > 1 for x in variables(e))]
     single = {place: _line(e, env, walk) for place, e in enumerate(index) if place not in joint}
-    views = [place for place, (_, span) in single.items() if _inside(span, tensor.shape[place])]
-    for place in views:
-        tensor = _along(tensor, place, single[place][1])
+    for place, (_, span) in single.items():
+        tensor = _along(tensor, place, span) if isinstance(span, range) else tensor
     tensor = tensor.permute([*joint, *single])
     tensor = tensor[_together([walk(index[j]) for j in joint], tensor.shape, n) if joint else (None,) * n]
-    for at, (place, (_, span)) in enumerate(single.items(), n):
-        tensor = tensor if place in views else _along(tensor, at, span)
+    for place, (_, span) in enumerate(single.values(), n):  # repeats come last
+        tensor = tensor if isinstance(span, range) else _along(tensor, place, span)
     owner = {name: n + i for i, (name, _) in enumerate(single.values()) if name}
     order = [owner.get(name, i) for i, name in enumerate(env.axes)]
     spare = [i for i in range(tensor.ndim) if i not in order]  # all of size 1
@@ -162,14 +159,9 @@ def _line(e: Expr, env: Env, walk: Callable[[Expr], Tensor]) -> tuple[str, Span]
     return name, range(first, first + len(at)) if (steps == 1).all() else at
 
 
-def _inside(span: Span, length: int) -> bool:
-    """Whether a span is a part of a dimension as it lies."""
-    return isinstance(span, range) and span.start >= 0 and span.stop <= length
-
-
 def _along(x: Tensor, place: int, span: Span) -> Tensor:
     """x at the positions of `span` in one dimension."""
-    if isinstance(span, range) and _inside(span, x.shape[place]):
+    if isinstance(span, range) and span.start >= 0 and span.stop <= x.shape[place]:
         return x.narrow(place, span.start, len(span))
     return x.index_select(place, positions(span, x.device).clamp(0, x.shape[place] - 1))
 
