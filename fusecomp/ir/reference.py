@@ -290,9 +290,8 @@ def softmax(region: AttentionRegion, logits: Tensor, env: Env, out: Tensor | Non
     if region.subtracted:
         return (logits - torch.logsumexp(logits, -1, keepdim=True)).exp()
     p = torch.softmax(logits, -1, out=out)
-    if region.empty_row == "zero":
-        p = torch.where((logits == -math.inf).all(-1, keepdim=True), 0.0, p)
-    return p
+    empty = region.empty_row == "zero"
+    return torch.where((logits == -math.inf).all(-1, keepdim=True), 0.0, p) if empty else p
 
 
 def arrange(region: AttentionRegion, out: Tensor) -> Tensor:
