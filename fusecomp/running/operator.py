@@ -3,6 +3,7 @@
     attention             O alone: nothing learns. The lightest to call
     attention_recomputed  O, whose gradients are recomputed a block of rows at a time
     attention_and_lse     (O, log-sum-exp of each row), for generated backward kernels, or as a result of its own
+    attention_saving      the same below autograd: what a compiled graph calls
 
 `key` names a kernel that this process has loaded; everything that the shape of O depends on is an argument.
 """
@@ -144,10 +145,9 @@ def attend_with_lse_fake(
 
 operator("attention", f"({COMMON}, ScalarType dtype, str key) -> Tensor", attend, attend_fake)
 operator("attention_recomputed", f"({COMMON}, ScalarType dtype, str key) -> Tensor", attend, attend_fake)
-operator(
-    "attention_and_lse", f"({COMMON}, SymInt[] rows, ScalarType dtype, str key) -> (Tensor, Tensor)",
-    attend_with_lse, attend_with_lse_fake,
-)  # fmt: skip
+for name in ("attention_and_lse", "attention_saving"):
+    schema = f"({COMMON}, SymInt[] rows, ScalarType dtype, str key) -> (Tensor, Tensor)"
+    operator(name, schema, attend_with_lse, attend_with_lse_fake)
 
 # ----------------------------------------------------------------------------------------------------------------
 # Backward
@@ -233,20 +233,37 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
     return spread(found, ctx.wanted, len(tensors)), None, None, None, None, None
 
 
-def _setup_with_lse(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    tensors, sizes, *_, key = inputs
-    ctx.save_for_backward(*output, *tensors)
-    ctx.set_materialize_grads(False)
-    ctx.sizes, ctx.key, ctx.wanted = sizes, key, learned(tensors)
+class _Saving(torch.autograd.Function):
+    """O and the log-sum-exp, whose gradients generated kernels write."""
+
+    @staticmethod
+    def forward(*args: Any) -> tuple[Tensor, Tensor]:
+        *more, count = args
+        return torch.ops.fusecomp.attention_saving(more[:count], *more[count:])  # type: ignore[no-any-return]
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+        *more, ctx.count = inputs
+        tensors, (sizes, *_, key) = more[: ctx.count], more[ctx.count :]
+        ctx.save_for_backward(*output, *tensors)
+        ctx.set_materialize_grads(False)
+        ctx.sizes, ctx.key, ctx.wanted = sizes, key, learned(tensors)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor | None, grad_lse: Tensor | None) -> tuple[Tensor | None, ...]:
+        out, lse, *tensors = ctx.saved_tensors
+        given = (grad, grad_lse, out, lse, tensors, ctx.sizes, ctx.wanted, ctx.key)
+        found = torch.ops.fusecomp.attention_gradients(*given)
+        return *spread(found, ctx.wanted, ctx.count), *[None] * 7
 
 
-def _backward_with_lse(ctx: Any, grad: Tensor | None, grad_lse: Tensor | None) -> tuple[Any, ...]:
-    out, lse, *tensors = ctx.saved_tensors
-    found = torch.ops.fusecomp.attention_gradients(grad, grad_lse, out, lse, tensors, ctx.sizes, ctx.wanted, ctx.key)
-    return spread(found, ctx.wanted, len(tensors)), None, None, None, None, None, None
+def attend_recording(tensors: Sequence[Tensor], *more: Any) -> tuple[Tensor, Tensor]:
+    """attention_and_lse under autograd. What it leaves in a graph that is compiled has no autograd, which
+    `register_autograd` would go through at every call."""
+    if torch.is_grad_enabled() and learned(tensors):
+        return _Saving.apply(*tensors, *more, len(tensors))  # type: ignore[no-any-return]
+    return torch.ops.fusecomp.attention_saving(tensors, *more)  # type: ignore[no-any-return]
 
 
 torch.library.register_autograd("fusecomp::attention_recomputed", _backward, setup_context=_setup, lib=LIBRARY)
-torch.library.register_autograd(
-    "fusecomp::attention_and_lse", _backward_with_lse, setup_context=_setup_with_lse, lib=LIBRARY
-)
+LIBRARY.impl("attention_and_lse", attend_recording, "Autograd")
