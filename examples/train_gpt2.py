@@ -98,7 +98,7 @@ class Transformer(nn.Module):
     def __init__(self, shape: Shape) -> None:
         super().__init__()
         self.tokens = nn.Embedding(256, shape.width)
-        self.places = nn.Embedding(8192, shape.width)
+        self.places = nn.Embedding(16384, shape.width)
         self.layers = nn.ModuleList(Layer(shape) for _ in range(shape.layers))
         self.last = nn.LayerNorm(shape.width)
         for p in (p for p in self.parameters() if p.dim() == 2):
@@ -265,7 +265,7 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--small", action="store_true", help="what a CPU trains in seconds")
     parser.add_argument("--parts", default="curve,lengths,bert")
-    parser.add_argument("--lengths", default="1024,2048,4096", help="of the steps that are timed")
+    parser.add_argument("--lengths", default="1024,2048,4096,16384", help="of the steps that are timed")
     parser.add_argument("--backends", default="eager,inductor,fusecomp", help="of the steps that are timed")
     parser.add_argument("--bytes", type=int, default=1 << 14, help="of each step that is timed, B times N")
     parser.add_argument("--json", default="")
