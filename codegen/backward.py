@@ -51,7 +51,7 @@ from fusecomp.ir.region import AttentionRegion
 from fusecomp.planning.backward import BackwardPlan, pair_plan
 from fusecomp.planning.tile import TilePlan
 
-VERSION = 3
+VERSION = 4
 """Part of every key: raise it when the same region and plan give another kernel."""
 
 OWN = frozenset({

@@ -53,8 +53,7 @@ def program(frame: GradientFrame) -> Lines:
         left = f"{left} // {extent}"
     tile, taken = "program % k_tiles", ["outer = tl.cast(program // k_tiles, tl.int64)"]
     if moves_alone(frame.rows_reach.lower, frame.rows_reach.upper):
-        rows = axis_size(frame, frame.q_idx)
-        tile, taken = "(inside // turns)", [WHY, *tile_of_turn("k_tiles", "Q_TURN", rows)]
+        tile, taken = "(inside // turns)", [WHY, *tile_of_turn("k_tiles")]
     counted = ["program = tl.program_id(0)", f"k_tiles = tl.cdiv({size}, BLOCK_N)"]
     return [*counted, *taken, f"k_start = {tile} * BLOCK_N", *lines]
 

@@ -24,7 +24,7 @@ def batch_axes(frame: Frame) -> Lines:
     """program = outer * q_tiles + tile, query tiles fastest; outer = b * H + h."""
     lines, tile = ["program = tl.program_id(0)", tile_count(frame)], "program % q_tiles"
     if frame.heavy_last and not frame.tabled and moves_alone(frame.reach.upper, frame.reach.lower):
-        taken = tile_of_turn("q_tiles", "K_TURN", factor(frame.kv_idx.size, frame))
+        taken = tile_of_turn("q_tiles")
         start = f"q_start = (q_tiles - 1 - inside // turns) * {frame.rows_per_tile_name}"
         return [*lines, WHY, *taken, start, *decoded(frame)]
     if frame.heavy_last or frame.tabled:
