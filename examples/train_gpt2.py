@@ -258,7 +258,7 @@ def plot(path: str, training: dict[str, Any] | None, rows: Sequence[Row]) -> Non
         axis.set(xlabel="length N, as many bytes in each step", title=title)
     for axis in axes.flat:
         axis.legend()
-    figure.savefig(path, dpi=150)
+    figure.savefig(path, dpi=150, metadata={"Software": None})
 
 
 def arguments() -> argparse.Namespace:
