@@ -33,9 +33,11 @@ from fusecomp.patterns.dropout import seed_dropouts
 from fusecomp.patterns.folding import fold
 from fusecomp.patterns.sdpa import plain_calls, put_back, write_out
 from fusecomp.patterns.sums import distribute
+from fusecomp.planning import unfused
+from fusecomp.planning.device import current
 from fusecomp.report import Entry
 from fusecomp.running import hopper, library
-from fusecomp.running.lower import Lowered, lower, real_tensors
+from fusecomp.running.lower import Lowered, lower, planned, real_tensors
 from fusecomp.running.operator import Kernel, register
 from fusecomp.running.subgraph import seen
 from fusecomp.running.substitute import substitute
@@ -107,6 +109,8 @@ def compile_match(module: GraphModule, match: Match, options: Options) -> Entry:
             taken = handed_over(match, sizes, options, base)
             if taken is not None:
                 return taken
+        if why := faster_apart(match, sizes, options):
+            return replace(base, status="declined", reason=why, advice=FUSE)
         lowered = lower(match, sizes, device_of(match), options)
         if slow_to_train(match, sizes, lowered, options):
             return replace(base, status="declined", reason=f"{TRAINING}: {lowered.why_no_backward}", advice=ADVICE)
@@ -207,6 +211,16 @@ def slow_to_train(match: Match, sizes: Mapping[str, int], lowered: Lowered, opti
     batch = math.prod(sizes[v.name.upper()] for v in match.region.batch)
     kept = batch * sizes["M"] * sizes["N"] * 6  # float32 scores and half probabilities
     return kept <= EAGER_SHARE * torch.cuda.get_device_properties(device).total_memory
+
+
+FUSE = "lowering='triton' fuses all the same"
+
+
+def faster_apart(match: Match, sizes: Mapping[str, int], options: Options) -> str:
+    """Why the rest of the graph runs it faster than a generated kernel; empty where it does not."""
+    if device_of(match).type != "cuda" or options.lowering != "auto" or options.batch_invariant:
+        return ""
+    return unfused.faster_apart(match.region, sizes, planned(match, sizes), current())
 
 
 def checked(match: Match, lowered: Lowered, sizes: Mapping[str, int], options: Options) -> Verdict | None:
