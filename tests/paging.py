@@ -88,7 +88,7 @@ def holds(cache: PagedKVCache, seqs: dict[int, list[int]]) -> None:
     assert not any(pages[cache.null].any() for pages in (*cache.keys, *cache.values))
 
 
-def filled(cache: PagedKVCache, lengths: tuple[int, ...] = (17, 4, 9)) -> dict[int, list[int]]:
+def filled(cache: PagedKVCache, lengths: tuple[int, ...] = (17, 4, 9), **variant: Any) -> dict[int, list[int]]:
     """Sequences of these lengths, written."""
     seqs = {}
     for i, length in enumerate(lengths):
@@ -96,7 +96,7 @@ def filled(cache: PagedKVCache, lengths: tuple[int, ...] = (17, 4, 9)) -> dict[i
         seq = cache.add(tokens)
         cache.append(seq, tokens[cache.length(seq) :])
         seqs[seq] = tokens
-    run(cache, seqs)
+    run(cache, seqs, **variant)
     return seqs
 
 

@@ -132,6 +132,33 @@ def test_rejected_drafts_leave_no_trace() -> None:
         torch.testing.assert_close(got[seq].double(), dense(tokens, 2), rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("window", [1, 4, 9])
+def test_what_has_left_the_window_is_given_back(window: int) -> None:
+    """A new sequence fits where the old tokens were, and NaN there changes nothing."""
+    cache = cache_of(num_blocks=3 * (-(-window // BLOCK) + 3), window=window)
+    seqs = filled(cache, (7, 3, 9), window=window)
+    for counts in ((1, 2, 1), (2, 2, 2), (1, 1, 1)) * 4:
+        more(cache, seqs, counts)
+        free = [b for b in range(cache.allocator.num_blocks) if not cache.allocator.refs[b]]
+        for pages in (*cache.keys, *cache.values):
+            pages[free] = float("nan")
+        got = run(cache, seqs, columns=2, window=window)
+        for (seq, tokens), count in zip(seqs.items(), counts, strict=True):
+            exact = dense(tokens, count, window=window)
+            torch.testing.assert_close(got[seq].double(), exact, rtol=1e-4, atol=1e-5)
+    first = next(iter(seqs))
+    assert cache.usage().named <= 3 * (-(-window // BLOCK) + 2)
+    twin = cache.fork(first)
+    cache.swap_out(twin)
+    cache.swap_in(twin)
+    assert cache.table(twin)[-1] >= 0 > cache.table(twin)[0]
+    with pytest.raises(SequenceError, match=r"holds its tokens from \d+ on, and one after 2 tokens would see earlier"):
+        cache.truncate(twin, 2)
+    for seq in (*seqs, twin):
+        cache.free(seq)
+    assert cache.allocator.free == cache.allocator.num_blocks
+
+
 def test_random_life_keeps_every_page() -> None:
     """What the tables say is checked elsewhere; here the pages really move with them."""
     chance, cache = random.Random(0), cache_of(num_blocks=16, max_seqs=12)
@@ -209,6 +236,9 @@ MISUSES: list[tuple[type[Exception], str, Callable[[PagedKVCache, int], object]]
     (SequenceError, "a sequence is named twice", lambda c, s: c.step([s, s])),
     (SequenceError, "1 sequences in 7 rows, of at most 5: split the step", lambda c, s: c.step([s], rows=7)),
     (SequenceError, "9 new tokens in 45 places, of at most 40", lambda c, s: c.step([s], columns=45)),
+    (OptionError, "attend: a window of all tokens in a cache that keeps the last 8: build it with the widest window",
+     lambda c, s: filled(cache_of(window=8), (5,))),
+    (OptionError, "a window of 0 tokens: give at least 1, or None", lambda c, s: cache_of(window=0)),
     (OptionError, "a cache of 0 blocks of 4 tokens: give at least 1 of each", lambda c, s: cache_of(num_blocks=0)),
 ]  # fmt: skip
 

@@ -148,6 +148,18 @@ def test_a_whole_graph_is_told_to_take_its_blocks_before(initialised: bool) -> N
         generate(model, cache, 16)
 
 
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_model_of_windows_alone_gives_blocks_back(compiled: bool) -> None:
+    model = hf.MistralForCausalLM(hf.MistralConfig(**SIZES, sliding_window=16)).eval()
+    expected = generate(model, own(model), 60)
+    cache = PagedCache(model.config, num_blocks=3 * 4, max_len=96)
+    if compiled:
+        model.forward = torch.compile(model.forward, backend="fusecomp", options={"inner": "eager", "strict": True})
+    assert torch.equal(generate(model, cache, 60), expected)
+    assert cache.length == 80
+    assert cache.pages.usage().blocks < 3 * 5
+
+
 def test_rows_may_be_repeated_chosen_and_cut() -> None:
     model = model_of("llama")
     ids = torch.randint(1, 128, (2, 19))

@@ -8,15 +8,18 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
+import pytest
+
 from fusecomp.errors import FusecompError, OutOfBlocks, SequenceError
 from fusecomp.paged import BlockTables
+from fusecomp.paged.tables import GONE
 
 
 class Remembered(BlockTables):
     """Block tables whose pages hold, for each token, all tokens up to it."""
 
-    def __init__(self, num_blocks: int, block_size: int, max_len: int) -> None:
-        super().__init__(num_blocks, block_size, max_len)
+    def __init__(self, num_blocks: int, block_size: int, max_len: int, window: int | None = None) -> None:
+        super().__init__(num_blocks, block_size, max_len, window=window)
         self.pages: list[list[Any]] = [[None] * block_size for _ in range(num_blocks)]
 
     def run(self, seq: int, tokens: Sequence[int]) -> None:
@@ -43,8 +46,8 @@ class Remembered(BlockTables):
 def state(tables: BlockTables) -> tuple[Any, ...]:
     """Everything that a failed operation must leave as it was."""
     a = tables.allocator
-    held = [(s, h.length, h.sent, h.written, tuple(h.blocks), len(h.digests), id(h.saved), h.tokens and len(h.tokens))
-            for s, h in tables._sequences.items()]  # fmt: skip
+    held = [(s, h.length, h.sent, h.written, h.gone, tuple(h.blocks), len(h.digests), id(h.saved),
+             h.tokens and len(h.tokens)) for s, h in tables._sequences.items()]  # fmt: skip
     return tuple(a.refs), tuple(a._empty), tuple(a._idle), tuple(a._holders.items()), tuple(held), tables._next
 
 
@@ -54,7 +57,7 @@ def check(tables: Remembered, model: dict[int, list[int]], swapped: set[int]) ->
     assert set(tables._sequences) == set(model)
     resident = {s: h for s, h in tables._sequences.items() if s not in swapped}
     assert {s for s, h in tables._sequences.items() if h.saved is not None} == swapped
-    named = Counter(block for h in resident.values() for block in h.blocks)
+    named = Counter(block for h in resident.values() for block in h.blocks[h.gone :])
     assert a.refs == [named[b] for b in range(a.num_blocks)]
     free = [*a._empty, *a._idle]
     assert sorted([*free, *named]) == list(range(a.num_blocks))
@@ -70,8 +73,12 @@ def check(tables: Remembered, model: dict[int, list[int]], swapped: set[int]) ->
         if seq in swapped:
             assert h.blocks == []
             continue
-        assert len(set(h.blocks)) == len(h.blocks) >= -(-h.length // size)
-        for n in {*range(h.written - 1, -1, -size), *range(min(h.written, size))}:
+        assert len(h.blocks) >= -(-h.length // size)
+        assert len({*h.blocks[h.gone :]}) == len(h.blocks) - h.gone
+        assert set(h.blocks[: h.gone]) <= {GONE}
+        seen = 0 if tables.window is None else max(0, h.written + 1 - tables.window)  # first of the next token's keys
+        assert h.gone * size <= seen
+        for n in {*range(h.written - 1, seen - 1, -size), *range(seen, min(h.written, seen + size))}:
             assert tables.pages[h.blocks[n // size]][n % size] == tuple(tokens[: n + 1])
     used = tables.usage()
     assert (used.blocks, used.named, used.cached) == (len(named), sum(named.values()), len(a._idle))
@@ -81,9 +88,9 @@ def check(tables: Remembered, model: dict[int, list[int]], swapped: set[int]) ->
 class Play:
     """A person, or several, at the tables: each method is one operation on both sides."""
 
-    def __init__(self, seed: int, num_blocks: int = 24, block_size: int = 4, max_len: int = 40) -> None:
+    def __init__(self, seed: int, window: int | None, num_blocks: int = 24, size: int = 4, max_len: int = 40) -> None:
         self.random = random.Random(seed)
-        self.tables = Remembered(num_blocks, block_size, max_len)
+        self.tables = Remembered(num_blocks, size, max_len, window)
         self.model: dict[int, list[int]] = {}
         self.swapped: set[int] = set()
         self.failed: Counter[str] = Counter()
@@ -176,8 +183,8 @@ class Play:
         assert self.tables.allocator.free == self.tables.allocator.num_blocks
 
 
-def play(operations: int, seed: int) -> None:
-    game = Play(seed)
+def play(operations: int, seed: int, window: int | None = None) -> None:
+    game = Play(seed, window)
     for _ in range(operations):
         game.operate()
         check(game.tables, game.model, game.swapped)
@@ -190,3 +197,8 @@ def play(operations: int, seed: int) -> None:
 
 def test_a_hundred_thousand_operations() -> None:
     play(100_000, 0)
+
+
+@pytest.mark.parametrize("window", [1, 6, 13])
+def test_operations_under_a_window(window: int) -> None:
+    play(10_000, 1, window)

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fusecomp.errors import SequenceError
+from fusecomp.errors import OptionError, SequenceError
 from fusecomp.paged import attention
 from fusecomp.paged.step import Part, Step, StepBuffers
 from fusecomp.paged.tables import BlockTables
@@ -26,7 +26,8 @@ class PagedKVCache(BlockTables):
     """Block tables with pages behind them: for each layer keys and values [num_blocks + 2, block_size, Hkv, D].
 
     The last two pages belong to no sequence: table entries past the end name the first, which stays zero; what has no
-    slot (-1) is written to the second, which nobody reads.
+    slot (-1) is written to the second, which nobody reads. With a `window`, the widest of all layers, blocks before it
+    are given back.
     """
 
     def __init__(
@@ -42,10 +43,11 @@ class PagedKVCache(BlockTables):
         max_len: int,
         max_tokens: int | None = None,
         share_prefixes: bool = True,
+        window: int | None = None,
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
     ) -> None:
-        super().__init__(num_blocks, block_size, max_len, share_prefixes)
+        super().__init__(num_blocks, block_size, max_len, share_prefixes, window)
         self.keys: list[Tensor] = []
         self.values: list[Tensor] = []
         self.device = torch.device(device)
@@ -110,6 +112,9 @@ class PagedKVCache(BlockTables):
         sinks: Tensor | None = None,
     ) -> Tensor:
         """Causal attention of the new tokens, q [B, M, H, D] or [T, H, D], over all tokens of their sequences."""
+        if self.window is not None and (window is None or window > self.window):
+            said = f"{'all' if window is None else window} tokens in a cache that keeps the last {self.window}"
+            raise OptionError(f"attend: a window of {said}: build it with the widest window of all layers")
         table, size, starts = step.block_table, self.block_size, step.cu_seqlens_q
         pages = self.keys[layer], self.values[layer]
         if step.packed:

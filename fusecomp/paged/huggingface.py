@@ -6,7 +6,8 @@ The model's own attention receives keys and values gathered through the block ta
 works, and where the forward is compiled with backend="fusecomp" the gather is part of what is recognised: the kernel
 reads the pages. Taking blocks is the host's work: a compiled forward stops for it once, and then takes all that the
 batch may need; one of fullgraph=True must be given its blocks before (`cache.early_initialization`, `cache.reserve`).
-Beams share blocks until they part. Layers with a sliding window keep all their tokens.
+Beams share blocks until they part. Where every layer has a sliding window, blocks before it are given back; beside
+layers that see all, such layers keep all their tokens.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin, DummyLayer, get_lay
 from fusecomp.errors import OptionError, OutOfBlocks
 from fusecomp.paged import attention
 from fusecomp.paged.cache import PagedKVCache
+from fusecomp.paged.tables import GONE
 
 BEFORE = (
     "the host makes pages and takes blocks: for a whole graph, call cache.early_initialization(batch, kv_heads, "
@@ -82,8 +84,8 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[misc]
 class Rows:
     """The sequences of a batch, all of one length, and their table. `room` tokens fit without the host's help."""
 
-    def __init__(self, num_blocks: int, block_size: int, max_len: int) -> None:
-        self.num_blocks, self.block_size, self.max_len = num_blocks, block_size, max_len
+    def __init__(self, num_blocks: int, block_size: int, max_len: int, window: int | None = None) -> None:
+        self.num_blocks, self.block_size, self.max_len, self.window = num_blocks, block_size, max_len, window
         self.places = -(-max_len // block_size)
         self.layers: list[PagedLayer] = []
         self.seqs: list[int] = []
@@ -98,7 +100,7 @@ class Rows:
                 "block_size": self.block_size,
                 "max_len": self.max_len,
             }
-            self._pages = PagedKVCache(**sizes, share_prefixes=False, device=device)
+            self._pages = PagedKVCache(**sizes, share_prefixes=False, window=self.window, device=device)
         return self._pages
 
     @torch._dynamo.disable(reason=BEFORE)  # type: ignore[untyped-decorator]
@@ -141,7 +143,9 @@ class Rows:
     def _lay(self, tables: list[tuple[int, ...]]) -> None:
         """The tables as a tensor [B, T], the same one as long as the batch has the same size."""
         assert self._pages is not None
-        rows = torch.tensor([[*t, *[self._pages.null] * (self.places - len(t))] for t in tables], dtype=torch.int32)
+        null = self._pages.null
+        filled = [[null if block == GONE else block for block in t] + [null] * (self.places - len(t)) for t in tables]
+        rows = torch.tensor(filled, dtype=torch.int32)
         if self.table is None or len(self.table) != len(tables):
             self.table = torch.empty_like(rows, device=self._pages.device)
             torch._dynamo.mark_static_address(self.table)
@@ -196,8 +200,10 @@ class PagedCache(Cache):  # type: ignore[misc]
     """Keys and values of all layers in `num_blocks` blocks of `block_size` tokens; a sequence has at most `max_len`."""
 
     def __init__(self, config: Any, *, num_blocks: int, max_len: int, block_size: int = 16) -> None:
-        self.rows = Rows(num_blocks, block_size, max_len)
-        types, _ = get_layer_types_and_kwargs(config.get_text_config(decoder=True))
+        text = config.get_text_config(decoder=True)
+        types, _ = get_layer_types_and_kwargs(text)
+        window = text.sliding_window if set(types) == {"sliding_attention"} else None
+        self.rows = Rows(num_blocks, block_size, max_len, window)
         unknown = sorted(set(types) - set(KNOWN))
         if unknown:
             raise OptionError(f"layers of the kind {', '.join(unknown)} keep no pages: use transformers' own cache")

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from fusecomp.errors import SequenceError
+from fusecomp.paged.tables import GONE
 
 
 @dataclass(frozen=True)
@@ -19,7 +20,7 @@ class Step:
     A step of rows has slots and positions [B, M], row b for sequence b; a packed one [T], sequence after sequence.
     """
 
-    block_table: Tensor  # [B, T] int32; entries past the end name a page of zeros
+    block_table: Tensor  # [B, T] int32; entries past the end, and before the window, name a page of zeros
     seq_lens: Tensor  # [B] int32, the new tokens included; 0 in an unused row
     cu_seqlens_q: Tensor  # [B + 1] int32: new tokens before each sequence
     slot_mapping: Tensor  # int32: where each new token is written; -1 where there is none
@@ -110,7 +111,8 @@ class StepBuffers:
             self._ours[0][row].fill_(self.null)
             held = []
         if len(blocks) > len(held):
-            self._ours[0][row, len(held) : len(blocks)] = torch.tensor(blocks[len(held) :])
+            new = [self.null if block == GONE else block for block in blocks[len(held) :]]
+            self._ours[0][row, len(held) : len(blocks)] = torch.tensor(new)
         self._rows[row] = list(blocks)
 
     @staticmethod

@@ -1,7 +1,8 @@
 """Sequences of tokens in blocks: the host's side of a paged key-value cache, without tensors.
 
 A sequence's table names its blocks in order: token n lies in block table[n // size], at n % size. Every method either
-does what it says or raises and changes nothing.
+does what it says or raises and changes nothing. With a `window`, blocks that no token to come sees are given back as
+tokens are appended; the table names GONE in their place.
 """
 
 from __future__ import annotations
@@ -12,6 +13,8 @@ from typing import Any
 
 from fusecomp.errors import OptionError, SequenceError
 from fusecomp.paged.blocks import BlockAllocator, chained
+
+GONE = -1
 
 
 @dataclass(slots=True)
@@ -24,6 +27,7 @@ class Held:
     blocks: list[int] = field(default_factory=list)
     tokens: list[int] | None = field(default_factory=list)  # None once the cache was not told which they are
     digests: list[bytes] = field(default_factory=list)  # of the full blocks that are written
+    gone: int = 0  # blocks at its beginning that were given back: no token to come sees them
     saved: Any = None  # its pages, while it is swapped out
 
 
@@ -50,14 +54,22 @@ class Usage:
 
 
 class BlockTables:
-    """Sequences, their blocks and their tokens. `max_len` is the longest that one may become."""
+    """Sequences, their blocks and their tokens. `max_len` is the longest that one may become; a token sees the `window`
+    tokens up to itself, or all."""
 
     def __init__(
-        self, num_blocks: int, block_size: int = 16, max_len: int | None = None, share_prefixes: bool = True
+        self,
+        num_blocks: int,
+        block_size: int = 16,
+        max_len: int | None = None,
+        share_prefixes: bool = True,
+        window: int | None = None,
     ) -> None:
         if num_blocks < 1 or block_size < 1:
             raise OptionError(f"a cache of {num_blocks} blocks of {block_size} tokens: give at least 1 of each")
-        self.block_size = block_size
+        if window is not None and window < 1:
+            raise OptionError(f"a window of {window} tokens: give at least 1, or None where a token sees all before it")
+        self.block_size, self.window = block_size, window
         self.max_len = num_blocks * block_size if max_len is None else max_len
         self.share_prefixes = share_prefixes
         self.allocator = BlockAllocator(num_blocks)
@@ -91,8 +103,8 @@ class BlockTables:
         filled: dict[int, int] = {}
         named = 0
         for held in self._sequences.values():
-            named += len(held.blocks)
-            for i, block in enumerate(held.blocks):
+            named += len(held.blocks[held.gone :])
+            for i, block in enumerate(held.blocks[held.gone :], held.gone):
                 inside = min(max(held.length - i * self.block_size, 0), self.block_size)
                 filled[block] = max(filled.get(block, 0), inside)
         total, cached = self.allocator.num_blocks, self.allocator.cached
@@ -147,6 +159,7 @@ class BlockTables:
         self.reserve(seq, count)
         held = self._sequences[seq]
         self._settle(held)
+        self._slide(held)
         if count and held.length % self.block_size:
             self.allocator.withdraw(held.blocks[held.length // self.block_size])
         held.length += count
@@ -169,7 +182,7 @@ class BlockTables:
             raise SequenceError(f"fork: {unsent} are not computed yet: run a step on them first")
         self._settle(held)
         shared = held.blocks[: self._blocks_of(held.length)]
-        for block in shared:
+        for block in shared[held.gone :]:
             self.allocator.share(block)
         tokens = None if held.tokens is None else list(held.tokens)
         return self._enter(replace(held, blocks=shared, tokens=tokens, digests=list(held.digests)))
@@ -179,6 +192,10 @@ class BlockTables:
         held = self._resident(seq, "truncate")
         if not 0 <= length <= held.length:
             raise SequenceError(f"truncate: sequence {seq} has {held.length} tokens, which cannot be cut to {length}")
+        if held.gone > max(0, length + 1 - (self.window or 0)) // self.block_size:
+            first = held.gone * self.block_size
+            said = f"holds its tokens from {first} on, and one after {length} tokens would see earlier ones"
+            raise SequenceError(f"truncate: sequence {seq} {said}: add it again")
         keep = self._blocks_of(length)
         self._release(held.blocks[keep:])
         del held.blocks[keep:], held.digests[length // self.block_size :]
@@ -188,14 +205,15 @@ class BlockTables:
 
     def free(self, seq: int) -> None:
         """Forget the sequence. Full blocks of its written tokens can be shared until they are needed for others."""
-        self._release(self._known(seq).blocks)
+        held = self._known(seq)
+        self._release(held.blocks[held.gone :])
         del self._sequences[seq]
 
     def swap_out(self, seq: int) -> None:
         """Move its pages to the host's memory, and free its blocks."""
         held = self._resident(seq, "swap_out")
-        held.saved = self._save(held.blocks[: self._blocks_of(held.length)])
-        self._release(held.blocks)
+        held.saved = self._save(held.blocks[held.gone : self._blocks_of(held.length)])
+        self._release(held.blocks[held.gone :])
         held.blocks = []
 
     def swap_in(self, seq: int) -> None:
@@ -203,8 +221,8 @@ class BlockTables:
         held = self._known(seq)
         if held.saved is None:
             raise SequenceError(f"swap_in: sequence {seq} is not swapped out")
-        found: list[int | None] = [self.allocator.find(d) for d in held.digests]
-        found += [None] * (self._blocks_of(held.length) - len(found))
+        found: list[int | None] = [self.allocator.find(d) for d in held.digests[held.gone :]]
+        found += [None] * (self._blocks_of(held.length) - held.gone - len(found))
         revived = sum(block is not None and not self.allocator.refs[block] for block in found)
         missing = [i for i, block in enumerate(found) if block is None]
         self.allocator.require(revived + len(missing), f"swap_in: sequence {seq} ({held.length} tokens)")
@@ -214,7 +232,7 @@ class BlockTables:
         taken = self.allocator.take(len(missing))
         self._load(held.saved, missing, taken)
         fresh = iter(taken)
-        held.blocks = [next(fresh) if block is None else block for block in found]
+        held.blocks = [GONE] * held.gone + [next(fresh) if block is None else block for block in found]
         held.saved = None
 
     # ------------------------------------------------------------------------------------------------------------
@@ -256,6 +274,15 @@ class BlockTables:
         """The last first, so that the beginning of a sequence is shared longest."""
         for block in reversed(blocks):
             self.allocator.release(block)
+
+    def _slide(self, held: Held) -> None:
+        """Give the blocks back that the next token, and so every later one, sees nothing of."""
+        if self.window is None:
+            return
+        unseen = max(held.gone, (held.written + 1 - self.window) // self.block_size)
+        self._release(held.blocks[held.gone : unseen])
+        held.blocks[held.gone : unseen] = [GONE] * (unseen - held.gone)
+        held.gone = unseen
 
     def _settle(self, held: Held) -> None:
         """What went into a step is written: its full blocks can be shared."""
