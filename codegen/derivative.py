@@ -26,9 +26,8 @@ RULES: dict[str, Partials] = {
     "div": lambda f, x, y: (_over(ONE, y), apply("neg", _over(f, y))),
     "neg": lambda f, x: (Const(-1.0),),
     "abs": lambda f, x: (_choice("ge", x, ZERO, _choice("gt", x, ZERO, ONE, ZERO), Const(-1.0)),),
-    # Where both are equal, `torch.maximum` halves the gradient and `clamp` does not: this takes the first's
-    "max": lambda f, x, y: (_choice("ge", x, y, ONE, ZERO), _choice("ge", x, y, ZERO, ONE)),
-    "min": lambda f, x, y: (_choice("le", x, y, ONE, ZERO), _choice("le", x, y, ZERO, ONE)),
+    "max": lambda f, x, y: _nearer("gt", "ge", x, y),
+    "min": lambda f, x, y: _nearer("lt", "le", x, y),
     "where": lambda f, c, x, y: (ZERO, apply("where", c, ONE, ZERO), apply("where", c, ZERO, ONE)),
     "exp": lambda f, x: (f,),
     "exp2": lambda f, x: (times(f, math.log(2.0)),),
@@ -118,6 +117,15 @@ def factored(e: Expr) -> tuple[Expr, float]:
 
 def _over(x: Expr, y: Expr) -> Expr:
     return apply("div", x, cast(y, "float32") if kind(y) == "int" else y)
+
+
+def _nearer(strictly: str, loosely: str, x: Expr, y: Expr) -> tuple[Expr, ...]:
+    """Of the larger or the smaller of two: half for each where they are equal; all for x where y is the bound of a
+    clamp, a number (see `patterns/scalars.py`)."""
+    if isinstance(y, Const):
+        return _choice(loosely, x, y, ONE, ZERO), ZERO
+    mine = _choice(strictly, x, y, ONE, _choice("eq", x, y, Const(0.5), ZERO))
+    return mine, apply("sub", ONE, mine)
 
 
 def _choice(op: str, x: Expr, y: Expr, yes: Expr, no: Expr) -> Expr:

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from fusecomp.errors import KernelError
-from fusecomp.ir.expr import Apply, Cast, Const, Expr, Load, Score, Size, Var, dtype_kind, kind, variables
+from fusecomp.ir.expr import Apply, Cast, Const, Expr, Load, Score, Size, Var, dtype_kind, kind, parts, variables
 from fusecomp.ir.primitives import ATOM, COMPARE, PLUS, TIMES, UNARY
 
 BIT_AND, BIT_XOR, BIT_OR, TEST = 5, 6, 7, 8
@@ -103,7 +103,7 @@ def _apply(e: Apply, names: Names) -> tuple[str, int]:
 
 def _operand(x: Expr, place: int, parent: Apply, level: int, names: Names, float_wanted: bool) -> str:
     body, inner = as_float(x, names) if float_wanted and kind(x) == "int" else show(x, names)
-    if names.torch and parent.op in ("max", "min") and isinstance(x, Const):
+    if names.torch and parent.op in ("max", "min") and not any(isinstance(y, Var | Load | Score) for y in parts(x)):
         return f"torch.tensor({body})"
     if not names.torch and parent.primitive.sfu and parent.op != "div" and kind(x) != "float":
         body, inner = f"({body}).to(tl.float32)" if inner else f"{body}.to(tl.float32)", ATOM

@@ -84,7 +84,7 @@ def lowest(total: Expr) -> tuple[float | None, Expr]:
     match total:
         case Cast(x, dtype) if dtype_kind(dtype) == "float":
             return lowest(x)
-        case Apply("max", (t, Const(float() | int() as f))):
+        case Apply("max", (t, Const(float() | int() as f))) | Apply("max", (Const(float() | int() as f), t)):
             return float(f), t
     return None, total
 

@@ -9,6 +9,7 @@ import torch
 from fusecomp.ir.algebra import apply, cast, const, log_add_exp
 from fusecomp.ir.expr import Apply, Const, Expr, Reduce, kind, parts
 from fusecomp.ir.poly import is_natural, poly, upper
+from fusecomp.patterns.masks import ABSORBING
 
 
 def real(e: Expr) -> Expr:
@@ -76,10 +77,29 @@ def either_bit(x: Expr, y: Expr) -> Expr | None:
     return None
 
 
+def larger(op: str, x: Expr, y: Expr) -> Expr:
+    """max(x, y) or min(x, y) of tensors, where both are equal half of the gradient for each. A number comes first, but
+    for a fill: max(x, c) is a clamp, which keeps the gradient there."""
+    x, y = real(x), real(y)
+    swapped = isinstance(y, Const) and kind(x) == "float" and y.value > ABSORBING
+    return apply(op, y, x) if swapped else apply(op, x, y)
+
+
 def clamp(x: Expr, low: Expr | None = None, high: Expr | None = None) -> Expr:
-    """min(max(x, low), high)"""
-    x = x if low is None else apply("max", x, low)
-    return x if high is None else apply("min", x, high)
+    """min(max(x, low), high), at whose bounds the gradient is that of x"""
+    x = x if low is None else _bounded("max", "lt", x, low)
+    return x if high is None else _bounded("min", "gt", x, high)
+
+
+def _bounded(op: str, outside: str, x: Expr, bound: Expr) -> Expr:
+    if isinstance(bound, Const) or kind(x) != "float":
+        return apply(op, x, bound)
+    return apply("where", apply("or", apply(outside, x, bound), apply("isnan", bound)), bound, x)
+
+
+def relu(x: Expr) -> Expr:
+    """max(x, 0), whose gradient at 0 is 0"""
+    return apply("max", x, const(0)) if kind(x) == "int" else apply("where", apply("le", x, const(0.0)), const(0.0), x)
 
 
 def gelu(x: Expr) -> Expr:
@@ -101,9 +121,10 @@ def leaky_relu(x: Expr, slope: Expr | None = None) -> Expr:
 
 
 def softplus(x: Expr, *shape: Expr) -> Expr | None:
-    """log(1 + exp(x)) = max(x, 0) + log(1 + exp(-|x|)); with another sharpness it is not lifted"""
-    small = apply("exp", apply("neg", apply("abs", x)))
-    total = apply("add", apply("max", x, const(0.0)), apply("log", apply("add", small, const(1.0))))
+    """log(1 + exp(x)) = x + log(1 + exp(-x)) where x > 0; with another sharpness it is not lifted"""
+    positive = apply("gt", x, const(0.0))
+    small = apply("exp", apply("where", positive, apply("neg", x), x))
+    total = apply("add", apply("where", positive, x, const(0.0)), apply("log", apply("add", small, const(1.0))))
     return None if shape else total
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -26,12 +27,14 @@ from fusecomp.patterns.scalars import (
     elu,
     gelu,
     halved,
+    larger,
     leaky_relu,
     logaddexp,
     low_bits,
     nan_to_num,
     power,
     real,
+    relu,
     softplus,
 )
 
@@ -63,11 +66,11 @@ POINTWISE: dict[str, Callable[..., Expr | None]] = {
     "sqrt": arithmetic("sqrt"), "rsqrt": arithmetic("rsqrt"), "sin": arithmetic("sin"), "cos": arithmetic("cos"),
     "erf": arithmetic("erf"), "floor": arithmetic("floor"), "ceil": arithmetic("ceil"),
     "tanh": arithmetic("tanh"), "sigmoid": arithmetic("sigmoid"),
-    "relu": lambda x: apply("max", x, const(0.0)), "silu": lambda x: apply("mul", x, apply("sigmoid", x)),
+    "relu": relu, "silu": lambda x: apply("mul", x, apply("sigmoid", x)),
     "gelu": gelu, "elu": elu, "leaky_relu": leaky_relu, "softplus": softplus,
     "log_sigmoid": lambda x: apply("neg", softplus(apply("neg", x))),  # type: ignore[arg-type]
     "lerp": lambda x, y, w: apply("add", x, apply("mul", w, apply("sub", y, x))),
-    "maximum": arithmetic("max"), "minimum": arithmetic("min"),
+    "maximum": partial(larger, "max"), "minimum": partial(larger, "min"),
     "clamp": clamp, "clip": clamp, "clamp_min": clamp, "clamp_max": lambda x, high: clamp(x, None, high),
     "where": lambda c, x, y: apply("where", truth(c), *same_kind(x, y)),
     "masked_fill": lambda x, m, fill: apply("where", truth(m), *same_kind(fill, x)),
@@ -176,13 +179,13 @@ def added(lift: Lift, node: Node, index: Index) -> Expr:
 
 
 @rule("max", "min")
-def larger(lift: Lift, node: Node, index: Index) -> Expr | None:
+def largest(lift: Lift, node: Node, index: Index) -> Expr | None:
     """max(a, b) of two tensors; max over everything"""
     if len(node.args) == 1 and op_name(node) == "max":
         return reduced(lift, node, index, "max")
     if len(node.args) != 2 or not isinstance(node.args[1], Node):
         return None
-    return apply("max" if "max" in op_name(node) else "min", *(lift_argument(lift, node, x, index) for x in node.args))
+    return larger("max" if "max" in op_name(node) else "min", *(lift_argument(lift, node, x, index) for x in node.args))
 
 
 @rule("to", "_to_copy", "type_as", "float", "half", "bfloat16", "double", "long", "bool", "int",

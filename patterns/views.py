@@ -10,7 +10,7 @@ import torch
 from torch.fx import Node
 
 from fusecomp.graph.facts import dtype, is_tensor, number, op_name, shape, size_expr, value
-from fusecomp.ir.algebra import TRUE, ZERO, apply, cast, const, substitute
+from fusecomp.ir.algebra import ONE, TRUE, ZERO, apply, cast, const, substitute
 from fusecomp.ir.expr import Const, Expr, kind
 from fusecomp.patterns.lift import Index, Lift, argument, axis, broadcast, rule
 from fusecomp.patterns.series import series
@@ -164,9 +164,10 @@ def padded(lift: Lift, node: Node, index: Index) -> Expr | None:
         low, high = number(before), number(after)
         if low is None or high is None or fill is None:
             return None
-        at[place] = apply("sub", index[place], low)
-        inside = apply("and", inside, apply("ge", at[place], ZERO))
-        inside = apply("and", inside, apply("lt", at[place], inner[place]))
+        unbounded = apply("sub", index[place], low)
+        inside = apply("and", inside, apply("ge", unbounded, ZERO))
+        inside = apply("and", inside, apply("lt", unbounded, inner[place]))
+        at[place] = within(unbounded, inner[place])
     x = lift.lift(source, tuple(at))
     return apply("where", inside, x, cast(fill, dtype(node)))  # type: ignore[arg-type]
 
@@ -187,10 +188,16 @@ def concatenated(lift: Lift, node: Node, index: Index) -> Expr:
         inside = apply("lt", index[dim], ends[k])
         if inside == const(False) or apply("ge", index[dim], before) == const(False):
             continue
-        at = lift.lift(parts[k], replaced(index, dim, lambda i, before=before: apply("sub", i, before)))
+        own = within(apply("sub", index[dim], before), shape(parts[k])[dim])
+        at = lift.lift(parts[k], replaced(index, dim, lambda _, own=own: own))
         chosen = at if chosen is None else apply("where", inside, at, chosen)
     assert chosen is not None
     return chosen
+
+
+def within(i: Expr, size: Expr) -> Expr:
+    """i, moved to the edge outside of [0, size), where something else is chosen: a kernel reads there all the same."""
+    return apply("min", apply("max", i, ZERO), apply("sub", size, ONE))
 
 
 def pieces_in_step(lift: Lift, node: Node, index: Index) -> Expr | None:

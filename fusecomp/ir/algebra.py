@@ -130,6 +130,9 @@ def _identity(op: str, args: tuple[Expr, ...]) -> Expr | None:
             return apply("and", c, x)
         case "neg", (Apply("neg", (x,)),):
             return x
+        case ("max" | "min"), (x, y) if kind(x) == kind(y) == "int":
+            least, most = (x, y) if op == "max" else (y, x)
+            return x if apply("ge", least, most) == TRUE else y if apply("ge", most, least) == TRUE else None
         case ("eq", (x, y)) if x == y and kind(x) != "float":
             return TRUE
         case ("ne", (x, y)) if x == y and kind(x) != "float":

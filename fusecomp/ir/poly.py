@@ -107,8 +107,8 @@ def _least(factor: Expr, c: int) -> Poly:
             return _at_least_one(plus({(): 1}, poly(m), -1))
         case Apply("max", (_, Const(int(k)))) if c >= 0:
             return {(): k}
-        case Apply("min", (_, Const(int(k)))) if c < 0:
-            return {(): k}
+        case Apply("min", (_, top)) if c < 0:
+            return _at_least_one(poly(top))
         case Apply("where", (Apply("lt", (i, Const(0))), _, j)) if i == j and c >= 0:
             return {}  # an index counted from the end where it is negative: the tensor has that element
         case Apply("mod", (_, m)):

@@ -26,7 +26,7 @@ from fusecomp.ir.region import Access, AttentionRegion, Product
 
 Span: TypeAlias = "range | Tensor"
 """The positions that one index takes: a range of step 1, or a vector of any positions."""
-
+CLAMPS = {"max": torch.clamp_min, "min": torch.clamp_max}  # by a number: at the bound the gradient is that of x
 
 @dataclass(frozen=True)
 class Env:
@@ -100,15 +100,15 @@ def _value(e: Expr, env: Env, walk: Callable[[Expr], Tensor]) -> Tensor:
         case Cast(x, dtype):
             return _cast(walk(x), dtype, env.rounded or not depends_on_score(x), env)
         case Apply(op, operands):
-            return e.primitive.evaluate(*_promoted(op, e.primitive.kind, [walk(x) for x in operands], env))
+            f = (CLAMPS.get(op) if isinstance(operands[-1], Const) else None) or e.primitive.evaluate
+            return f(*_promoted(op, e.primitive.kind, [walk(x) for x in operands], env))
     raise TypeError(f"not a scalar at one position: {e}")
 
 
 def _working(x: Tensor, env: Env) -> Tensor:
     """Floats in the working dtype, integers in 64 bits."""
-    if x.dtype.is_floating_point:
-        return x.to(env.dtype)
-    return x if x.dtype == torch.bool else x.to(torch.int64)
+    held = torch.bool if x.dtype == torch.bool else torch.int64
+    return x.to(env.dtype if x.dtype.is_floating_point else held)
 
 
 def _cast(x: Tensor, dtype: str, rounding: bool, env: Env) -> Tensor:

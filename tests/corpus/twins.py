@@ -105,13 +105,6 @@ def one_added_after_the_max(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return (e / (1 + e.sum(-1, keepdim=True))) @ v
 
 
-@CASES.decline(lambda d: [*qkv(d), d(3)], "the softmax runs over more keys than the product", grad=(0, 1, 2, 3))
-def sink_with_a_key_of_zeros(q: Tensor, k: Tensor, v: Tensor, sink: Tensor) -> Tensor:
-    s = scores(q, k)
-    s = torch.cat([s, sink.view(1, -1, 1, 1).expand(*s.shape[:3], 1)], -1)
-    return s.softmax(-1) @ torch.cat([v, torch.zeros_like(v[:, :, :1])], 2)
-
-
 @CASES.decline(qkv, "the normaliser is kept above 1e-12")
 def normalised_by_at_least_epsilon(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return torch.nn.functional.normalize(scores(q, k).exp(), p=1.0, dim=-1) @ v
