@@ -19,8 +19,9 @@ from fusecomp.codegen import backward_memory as memory
 from fusecomp.codegen import backward_pairs as pairs
 from fusecomp.codegen import backward_queries as queries
 from fusecomp.codegen import backward_range as ranges
-from fusecomp.codegen import turns
+from fusecomp.codegen import hopper_backward, hopper_backward_keys, hopper_backward_launcher, hopper_backward_queries
 from fusecomp.codegen.backward_check import backward_selfcheck
+from fusecomp.codegen.backward_document import constants, document
 from fusecomp.codegen.backward_exact import Fixed, require_gradients
 from fusecomp.codegen.backward_frame import GradientFrame, Leaf
 from fusecomp.codegen.backward_launcher import DELTA_ROWS, backward_launch, declared, parameters
@@ -30,23 +31,23 @@ from fusecomp.codegen.backward_skeletons import (
     PAIR_GRADIENT,
     QUERY_GRADIENT,
     ROW_PRODUCTS,
+    ROW_VALUES,
     SHARED_KEY_GRADIENTS,
     SHARED_PAIR_GRADIENT,
     spaced,
 )
-from fusecomp.codegen.base2 import LOG2E
+from fusecomp.codegen.backward_tile import log_sums
 from fusecomp.codegen.document import kernel_name, title
 from fusecomp.codegen.emit import RESERVED, require_free_names
 from fusecomp.codegen.launcher import unspecialised, wrapped
 from fusecomp.codegen.logsumexp import saved
 from fusecomp.codegen.memory import fixed_loads, query_tiles, tile_pointers
 from fusecomp.codegen.philox import IN_TRITON
-from fusecomp.codegen.program import batch_axes, columns, edge_loop, full_range, key_range, query_rows
+from fusecomp.codegen.program import batch_axes, columns, edge_loop, full_range, key_range, query_rows, stored_rows
 from fusecomp.codegen.skeletons import fill
 from fusecomp.codegen.source import KernelSource, check, names_read, tidy
 from fusecomp.errors import KernelError
 from fusecomp.ir.algebra import draws
-from fusecomp.ir.expr import Const, text
 from fusecomp.ir.region import AttentionRegion
 from fusecomp.planning.backward import BackwardPlan, pair_plan
 from fusecomp.planning.tile import TilePlan
@@ -58,7 +59,7 @@ OWN = frozenset({
     "m", "first_row", "query", "k_row", "k_tiles", "k_start", "k_last", "q_begin", "q_end", "member", "lse", "delta",
     "log_sum", "logit", "d_p", "d_score", "d_logit", "grads", "grad", "grad_out", "row_products", "query_gradient",
     "key_gradients", "weight", "grad_lse", "d_lse",
-})  # fmt: skip
+}) | hopper_backward.NAMES  # fmt: skip
 """What the backward skeletons call their own variables, beside `RESERVED`."""
 
 
@@ -73,7 +74,8 @@ class BackwardSource(KernelSource):
         if self.plans is None or kernel == "query_gradient":
             return self.plan
         if kernel == "row_products":
-            return replace(self.plan, block_m=DELTA_ROWS, warps=4, stages=1)
+            rows = hopper_backward.STAY if self.plan.consumers else DELTA_ROWS
+            return replace(self.plan, block_m=rows, warps=4, stages=1, consumers=0)
         return self.plans.keys if kernel == "key_gradients" else pair_plan(self.plans.keys)
 
 
@@ -89,33 +91,29 @@ def emit_backward(
             raise KernelError(f"a region's axis, operand or length cannot be called {name}; rename it")
     plans = (plan.queries, plan.keys, pair_plan(plan.keys))
     frame, other, both = (GradientFrame(region, p, learned=learned) for p in plans)
-    leaves = both.summed_along("pairs")
     require_gradients(frame, fixed)
     key = backward_key(region, plan, learned)
     name = kernel_name(frame, key).replace("attention_", "attention_backward_", 1)
-    made = {
-        "row_products": row_products(frame),
-        "query_gradient": query_gradient(frame),
-        "key_gradients": key_gradients(other),
-        **{f"{leaf.name}_gradient": pair_gradient(both, leaf) for leaf in leaves},
-    }
-    frames = {"query_gradient": frame, "key_gradients": other, **dict.fromkeys((x.name for x in leaves), both)}
-    params = {kernel: p for kernel, (_, p) in made.items()}
-    helpers = [IN_TRITON] if draws(region.weight) else []
-    kernels = spaced([*helpers, *(body for body, _ in made.values())])
+    if plan.queries.consumers:
+        made, launcher = hopper_kernels(frame, other, fixed)
+    else:
+        made, launcher = portable_kernels(frame, other, both, fixed)
+    language, layouts = hopper_backward.header(frame, other) if plan.queries.consumers else ([], [])
+    kernels = spaced(made)
     rows = [v.name for v in (*region.batch, region.q_idx)]
     written = fill(
         BACKWARD_MODULE,
         {
             "title": title(region).replace("attention", "gradients of attention", 1),
             "document": document(frame, plan, key),
-            "constants": constants(frame, kernels),
+            "language": language,
+            "constants": [*constants(frame, kernels), *layouts],
             "kernels": kernels,
             "out_axes": ", ".join(region.out_axes),
             "lse_axes": ", ".join([*rows, *map(str, saved(region))]),
             "grad_lse": "grad_lse, " if region.lse else "",
             "grad_lse_axes": f"; `grad_lse` is its gradient, [{', '.join(rows)}]" if region.lse else "",
-            "launcher": backward_launch(frames, params, fixed),
+            "launcher": launcher,
             "selfcheck": backward_selfcheck(region, learned),
         },
     )
@@ -123,10 +121,44 @@ def emit_backward(
     return BackwardSource(name, written, key, plan.queries, region, plan)
 
 
+def portable_kernels(
+    frame: GradientFrame, other: GradientFrame, both: GradientFrame, fixed: Fixed
+) -> tuple[list[str], list[str]]:
+    """(functions, launcher)."""
+    leaves = both.summed_along("pairs")
+    made = {
+        "row_products": row_products(frame),
+        "query_gradient": query_gradient(frame),
+        "key_gradients": key_gradients(other),
+        **{f"{leaf.name}_gradient": pair_gradient(both, leaf) for leaf in leaves},
+    }
+    frames = {"query_gradient": frame, "key_gradients": other, **dict.fromkeys((x.name for x in leaves), both)}
+    helpers = [IN_TRITON] if draws(frame.region.weight) else []
+    params = {kernel: p for kernel, (_, p) in made.items()}
+    return [*helpers, *(body for body, _ in made.values())], backward_launch(frames, params, fixed)
+
+
+def hopper_kernels(frame: GradientFrame, other: GradientFrame, fixed: Fixed) -> tuple[list[str], list[str]]:
+    """The same, for Hopper's tensor cores."""
+    if not hopper_backward.expresses(frame.region, frame.learned):
+        raise KernelError("no backward kernels with warps that only copy express this attention; plan portable ones")
+    made = {
+        "row_products": row_products(frame),
+        "query_gradient": hopper_backward_queries.query_gradient(frame),
+        "key_gradients": hopper_backward_keys.key_gradients(other),
+    }
+    params = {kernel: p for kernel, (_, p) in made.items()}
+    functions = hopper_backward.helpers([body for body, _ in made.values()])
+    launcher = hopper_backward_launcher.launch(frame, other, params, fixed)
+    return [*functions, hopper_backward_launcher.LAUNCH_HELPERS], launcher
+
+
 def backward_key(region: AttentionRegion, plan: BackwardPlan, learned: frozenset[str] = frozenset()) -> str:
     """A hash of what decides the kernels' text."""
     tiles = [(p.block_m, p.block_n, p.d_chunks, p.dv_chunks, p.warps, p.stages) for p in (plan.queries, plan.keys)]
-    return hashlib.sha256(repr((VERSION, "backward", region.key, tiles, sorted(learned))).encode()).hexdigest()[:16]
+    more = [plan.queries.consumers] if plan.queries.consumers else []
+    decided = (VERSION, "backward", region.key, tiles, sorted(learned), *more)
+    return hashlib.sha256(repr(decided).encode()).hexdigest()[:16]
 
 
 def row_products(frame: GradientFrame) -> tuple[str, list[str]]:
@@ -136,7 +168,7 @@ def row_products(frame: GradientFrame) -> tuple[str, list[str]]:
         *queries.output_tiles(plain, "out", "o", cast=False),
         *queries.output_tiles(plain, "grad_out", "do", cast=False),
     ]
-    holes = {
+    holes: dict[str, str | list[str]] = {
         "program": batch_axes(plain),
         "rows": query_rows(plain),
         "columns": columns(plain),
@@ -144,8 +176,11 @@ def row_products(frame: GradientFrame) -> tuple[str, list[str]]:
         "output": output,
         "first_row": queries.first_row(plain),
         "delta": queries.delta(plain, frame.may_be_empty),
-        "sinks": queries.sinks(frame),
     }
+    if frame.plan.consumers:
+        holes |= {"lse": log_sums(frame, "rows", ""), "stored": stored_rows(plain)}
+        return finished(frame, ROW_VALUES, "row_products", holes)
+    holes |= {"stored": [queries.store_delta(plain)], "sinks": queries.sinks(frame)}
     return finished(frame, ROW_PRODUCTS, "row_products", holes)
 
 
@@ -236,62 +271,3 @@ def finished(
     sizes = "[" + ", ".join(f'"{p}"' for p in lengths) + "]"
     filled = fill(head, {"sizes": sizes, "name": name, "parameters": wrapped(declared(params), 4)})
     return filled + "):\n" + body, params
-
-
-def constants(frame: GradientFrame, kernels: str) -> list[str]:
-    """The score's factors, as the kernels name them."""
-    scale = frame.exponent.scale
-    known = {
-        "LOG2E": (LOG2E, "log2(e)"),
-        "SCALE": (scale, f"log2(e) * {scale / LOG2E:.9g}"),
-        **turns.constants(frame),
-    }
-    read = names_read(kernels)
-    return [f"{name} = tl.constexpr({value!r})  # {what}" for name, (value, what) in known.items() if name in read]
-
-
-def document(frame: GradientFrame, plan: BackwardPlan, key: str) -> list[str]:
-    """The mathematics, what is read, the plans, and how to make this file again."""
-    region = frame.region
-    shapes = [f"    {o.name:<10} [{', '.join(map(text, o.shape))}]  {o.dtype}" for o in region.operands]
-    named = [] if region.weight == Const(1.0) else [f"    W = {text(region.weight)}"]
-    weight = "W " if named else ""
-    return [
-        *str(region).splitlines()[1:],
-        *([f"    # {region.origin}  {region.source.strip()}"] if region.source else []),
-        "",
-        "Its gradients, for dO the gradient of O:",
-        *named,
-        "    P = exp(S - lse)",
-        f"    dV = sum over queries of  {weight}P dO",
-        f"    dS = P ({weight}dO V - delta),  delta = sum over dv of  O dO{' - dlse' if region.lse else ''}",
-        "    dQ = sum over keys of  dS dS/dscore K,  dK = sum over queries of  dS dS/dscore Q",
-        *(f"    d{leaf.load.tensor} = sum over its places of  {_share(leaf)}" for leaf in frame.leaves),
-        "",
-        "Tensors, through run-time strides:",
-        *shapes,
-        f"    {'out':<10} [{', '.join(region.out_axes)}]  {region.out_dtype}, and grad_out",
-        "",
-        *_plan("dQ", plan.queries),
-        *_plan("dK, dV", plan.keys),
-        *(line for leaf in frame.summed_along("pairs") for line in _plan(f"d{leaf.name}", pair_plan(plan.keys))),
-        "",
-        "Generated by fusecomp; `python THIS_FILE` compares it with autograd in plain PyTorch.",
-        f"Key {key}.",
-    ]
-
-
-def _share(leaf: Leaf) -> str:
-    """What a place adds to the gradient of something that learns."""
-    x = text(leaf.load)
-    return {
-        "score": f"dS dS/d({x})",
-        "weight": f"P dO V dW/d({x})",
-        "sink": f"-exp(sink - lse) delta dsink/d({x})",
-    }[leaf.source]
-
-
-def _plan(what: str, plan: TilePlan) -> list[str]:
-    device = f" for {plan.device}" if plan.device else ""
-    tile = f"tiles of {plan.block_m} queries x {plan.block_n} keys, {plan.warps} warps, {plan.stages} stages"
-    return [f"Plan{device} of {what}: {tile}."]

@@ -128,7 +128,7 @@ class GradientFrame(Frame):
     def shared(self, e: Expr, below: int | None = None) -> Expr:
         """`e` with its inner parts (the first `below` of them) by name, the rest in few instructions."""
         places = {x: Score(INNER + i) for i, (_, x) in enumerate(self.inner[:below])}
-        return cheaper(transform(e, places.get))
+        return cheaper(transform(e, places.get), self.hardware)
 
     @cached_property
     def exponent(self) -> Exponent:

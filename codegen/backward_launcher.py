@@ -42,7 +42,7 @@ def with_gradients(frame: GradientFrame) -> dict[str, int]:
     """How many axes each tensor has."""
     ranks = ranks_of(frame)
     gradients = {f"grad_{name}": ranks[name] for name in ("out", *learned(frame))}
-    return {"out": ranks.pop("out"), **gradients, **ranks}
+    return {"out": ranks.pop("out"), **gradients, **ranks, "row_values": 2}
 
 
 def declared(params: Sequence[str]) -> Lines:
@@ -75,14 +75,8 @@ def backward_launch(frames: dict[str, GradientFrame], params: dict[str, list[str
     region, plan, other = queries.region, queries.plan, keys.plan
     asked = [*dict.fromkeys(p.q.operand for p in region.products), *_summed(queries, "queries")]
     seen = [*dict.fromkeys([*(p.k.operand for p in region.products), region.v.operand]), *_summed(keys, "keys")]
-    size = triton_text(queries.kv_idx.size, queries.names)
-    lines = [*unpacked(region), *_gradients(queries, learned(queries), fixed)]
-    lines += [
-        f"if grad_out.numel() == 0 or {size} == 0:",
-        "    for grad in grads:",
-        "        if grad is not None:",
-        "            grad.zero_()",
-        "    return",
+    lines = [
+        *begun(queries, fixed),
         f"delta = torch.empty_like({'lse[..., 0].contiguous()' if saved(region) else 'lse'})",
         *(line for leaf in queries.leaves if leaf.name not in frames for line in memory(queries, leaf)),
     ]
@@ -90,14 +84,27 @@ def backward_launch(frames: dict[str, GradientFrame], params: dict[str, list[str
     lines += call(queries, "row_products", query_grid(queries, DELTA_ROWS), params["row_products"], block)
     grid = query_grid(queries, plan.block_m)
     kernel = call(queries, "query_gradient", grid, params["query_gradient"], plan)
-    lines += _where_wanted(asked, kernel, region)
+    lines += where_wanted(asked, kernel, region)
     grid = key_grid(keys, other.block_n)
     kernel = call(keys, "key_gradients", grid, params["key_gradients"], other)
-    lines += _where_wanted(seen, kernel, region)
+    lines += where_wanted(seen, kernel, region)
     for name in learned(queries):
         if name in queries.learned:
             lines += _others(frames, params, name)
     return lines
+
+
+def begun(frame: GradientFrame, fixed: Fixed) -> Lines:
+    """The tensors by name; over nothing, gradients are 0."""
+    return [
+        *unpacked(frame.region),
+        *_gradients(frame, learned(frame), fixed),
+        f"if grad_out.numel() == 0 or {triton_text(frame.kv_idx.size, frame.names)} == 0:",
+        "    for grad in grads:",
+        "        if grad is not None:",
+        "            grad.zero_()",
+        "    return",
+    ]
 
 
 def _summed(frame: GradientFrame, along: str) -> list[str]:
@@ -141,7 +148,7 @@ def _gradients(frame: GradientFrame, names: Sequence[str], fixed: Fixed) -> Line
     return lines
 
 
-def _where_wanted(names: Sequence[str], kernel: Lines, region: AttentionRegion) -> Lines:
+def where_wanted(names: Sequence[str], kernel: Lines, region: AttentionRegion) -> Lines:
     """The call, if one of its gradients is wanted; those that it writes itself then go to scratch."""
     lines = [f"if {' or '.join(f'grad_{n} is not None' for n in names)}:"]
     if len(names) > 1:

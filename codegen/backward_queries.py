@@ -70,8 +70,11 @@ def delta(frame: GradientFrame, may_be_empty: bool) -> Lines:
         f"delta = {' + '.join(terms)}",
         *lines,
         *(["delta -= tl.sum(d_lse, axis=1)"] if less else []),
-        f"tl.store(delta_ptr + rows, delta[:, None], mask={stored})",
     ]
+
+
+def store_delta(frame: GradientFrame) -> str:
+    return f"tl.store(delta_ptr + rows, delta[:, None], mask={stored_rows(frame)})"
 
 
 def sinks(frame: GradientFrame) -> Lines:

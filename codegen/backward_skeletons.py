@@ -13,6 +13,7 @@ BACKWARD_MODULE = '''\
 import torch
 import triton
 import triton.language as tl
+«language»
 
 «constants»
 
@@ -46,7 +47,29 @@ def «name»(
     «output»
     «first_row»
     «delta»
+    «stored»
     «sinks»
+"""
+
+ROW_VALUES = """\
+@triton.jit(do_not_specialize=«sizes»)
+def «name»(
+    «parameters»
+):
+    «program»
+
+    «rows»
+    «columns»
+    «fixed»
+
+    «output»
+    «first_row»
+    «delta»
+    «lse»
+    live = «stored»
+    padded = outer * row_values_stride_1 + q_start + row
+    tl.store(row_values_ptr + padded, tl.where(live, lse, float("inf")))
+    tl.store(row_values_ptr + row_values_stride_0 + padded, tl.where(live, delta[:, None], 0.0))
 """
 
 QUERY_GRADIENT = """\

@@ -15,7 +15,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from fusecomp.codegen import hopper
+from fusecomp.codegen import hopper, hopper_backward
+from fusecomp.codegen.backward_frame import GradientFrame
 from fusecomp.codegen.frame import Frame
 from fusecomp.codegen.interpreter import interpreting
 from fusecomp.codegen.source import KernelSource
@@ -63,10 +64,10 @@ def cross_compile(source: KernelSource, arch: Arch, kernel: str = "attention") -
         signature, constants, attributes = _signature(source, plan, function.arg_names)
         options = {"num_warps": plan.warps, "num_stages": Frame(source.region, plan).stages}
         most = hopper.REGISTERS[plan.consumers][0] if plan.consumers else plan.registers
-        if most and kernel == "attention" and target.backend == "cuda":
+        if most and (kernel == "attention" or plan.consumers) and target.backend == "cuda":
             options["maxnreg"] = most
         if plan.consumers:
-            signature = _described(source, signature)
+            signature = _described(source, signature, kernel)
         begin = time.perf_counter()
         try:
             ast = _language(plan)(function, signature, constants, attributes)
@@ -120,15 +121,24 @@ def _signature(
     return types, constants, {(i,): [["tt.divisibility", 16]] for i in aligned}
 
 
-def _described(source: KernelSource, types: dict[str, str]) -> dict[str, str]:
+def _described(source: KernelSource, types: dict[str, str], kernel: str) -> dict[str, str]:
     """The types with those of the descriptors."""
     from triton.experimental.gluon.language import NVMMASharedLayout
 
     short = POINTERS[source.region.out_dtype].removeprefix("*")
-    for name, block in hopper.blocks(Frame(source.region, source.plan)).items():
-        layout = NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=len(block))
-        types[f"{name}_desc"] = f"tensordesc<{short}{block},{layout!r}>"
+    for name, block in _blocks(source, kernel).items():
+        width, bits, held = (0, 32, "fp32") if name == "row" else (128, 16, short)
+        layout = NVMMASharedLayout(swizzle_byte_width=width, element_bitwidth=bits, rank=len(block))
+        if f"{name}_desc" in types:
+            types[f"{name}_desc"] = f"tensordesc<{held}{block},{layout!r}>"
     return types
+
+
+def _blocks(source: KernelSource, kernel: str) -> dict[str, list[int]]:
+    plan = source.plan_of(kernel)
+    if kernel == "attention":
+        return hopper.blocks(Frame(source.region, plan))
+    return hopper_backward.blocks(GradientFrame(source.region, plan), kernel)
 
 
 def _resources(cubin: bytes | None, folder: Path) -> tuple[int | None, int | None]:

@@ -12,6 +12,7 @@ from kernels import tiles
 from regions import B, H, M, N, age, attention, b, causal, dropout, grouped, h, kv_idx, load, q_idx, score, times
 from regions import filled as filled_score
 
+from fusecomp.codegen import hopper_backward
 from fusecomp.codegen.backward import emit_backward
 from fusecomp.codegen.emit import emit
 from fusecomp.codegen.hopper import specialised
@@ -108,6 +109,11 @@ GOLDEN: dict[str, tuple[AttentionRegion, TilePlan]] = {
 NOTHING: frozenset[str] = frozenset()
 BACKWARD: dict[str, tuple[AttentionRegion, BackwardPlan, frozenset[str]]] = {
     "causal_gqa_backward": (r := _attention(times(score, 0.125), causal, **grouped(3)), backward_plan(r), NOTHING),
+    "causal_hopper_backward": (
+        r := _attention(times(score, 128**-0.5), causal, d=128),
+        hopper_backward.specialised(r, specialised(r, tiles(r))),
+        NOTHING,
+    ),
     "dropout_backward": (r := dropout(_attention(times(score, 0.125), causal), 0.1), backward_plan(r), NOTHING),
     "bias_backward": (r := _shared_bias(), backward_plan(r), frozenset({"load0"})),
 }

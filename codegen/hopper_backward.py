@@ -1,0 +1,162 @@
+"""What the two backward kernels for Hopper's tensor cores share: what they express, blocks of tensors, their functions.
+
+(frame, ...) -> text or lines; the portable fillers' `tl` is `gl` here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence, Set
+from dataclasses import replace
+
+from fusecomp.codegen import backward_keys, hopper
+from fusecomp.codegen.backward_frame import GradientFrame, roles
+from fusecomp.codegen.backward_launcher import parameters
+from fusecomp.codegen.copied import pair_loads
+from fusecomp.codegen.hopper_backward_skeletons import HELPERS, LAYOUTS
+from fusecomp.codegen.hopper_skeletons import IMPORTS, TANH
+from fusecomp.codegen.hopper_text import FIRST_BARRIER, in_gluon
+from fusecomp.codegen.launcher import unspecialised, wrapped
+from fusecomp.codegen.logsumexp import saved
+from fusecomp.codegen.memory import output_index
+from fusecomp.codegen.printer import triton_dtype, triton_text
+from fusecomp.codegen.skeletons import fill
+from fusecomp.codegen.source import names_read, tidy
+from fusecomp.codegen.tile import indented
+from fusecomp.ir.expr import Const, Expr, Var
+from fusecomp.ir.region import AttentionRegion, extent
+from fusecomp.planning.backward import BackwardPlan
+from fusecomp.planning.tile import TilePlan
+
+Lines = list[str]
+Holes = dict[str, str | Lines]
+STAY = 128
+"""Rows of the tile that stays: 64 of each group of warps."""
+WALKED = {64: (128, 128, 2), 128: (64, 64, 2)}
+"""Head size -> queries that a tile of keys walks at a time, keys that one of queries does, and how many such tiles of
+each tensor shared memory holds. Longer ones take more registers than there are."""
+NAMES = frozenset({
+    "left", "d_left", "slot", "tile", "product", "copied", "copied_in", "multiplied", "barrier", "given",
+    "instruction", "described", "in_rows", "padded", "row_values", "key_sums", "query_sums",
+    "copy_keys", "copy_queries", "right", "layout", "columns", "zero", "step", "whole", "live", "stored", "row_block",
+    "do_block", "inside", "tiles", "program", "group", "count", "tanh", "programs",
+})  # fmt: skip
+"""What the skeletons call their own variables."""
+DESCRIPTORS = ("q_desc", "do_desc", "k_desc", "v_desc", "row_desc", "dq_desc", "dk_desc", "dv_desc")
+REGISTERS = 168
+"""Of a thread at launch; then the warp that copies hands most of its own to those that multiply."""
+SHARED = ("q_smem", "do_smem", "k_smem", "v_smem", "row_smem", "q_ready", "do_ready", "k_ready", "v_ready")
+
+
+def expresses(region: AttentionRegion, learned: Set[str]) -> bool:
+    """Whether these kernels have the gradients of what is `learned`: Q, K and V alone, where the forward kernel for
+    Hopper has the values, saves one number of each row, and reads none for each pair."""
+    others = learned - {a.operand for a in roles(region)}
+    plain = not others and not saved(region) and not pair_loads(region)
+    return plain and hopper.expresses(region) and extent(region.dv) in WALKED
+
+
+def specialised(region: AttentionRegion, plan: TilePlan) -> BackwardPlan:
+    """These kernels' tiles, whose cost nothing predicts yet; `plan` is that of the forward kernel for Hopper."""
+    queries, keys, stages = WALKED[extent(region.dv)]
+    plan = replace(plan, stages=stages, consumers=2)
+    return BackwardPlan(replace(plan, block_m=STAY, block_n=keys), replace(plan, block_m=queries, block_n=STAY))
+
+
+def header(queries: GradientFrame, keys: GradientFrame) -> tuple[str, Lines]:
+    """(imports, constants and layouts)."""
+    stages = queries.plan.stages
+    barriers = f"gl.constexpr({FIRST_BARRIER}), gl.constexpr({FIRST_BARRIER + stages})"
+    sizes = {"block_m": str(keys.plan.block_m), "block_n": str(queries.plan.block_n),
+             "size": str(extent(queries.region.dv)), "barriers": barriers}  # fmt: skip
+    ring = f"STAGES = gl.constexpr({stages})  # tiles in shared memory of each tensor that is walked"
+    return IMPORTS, [ring, *fill(LAYOUTS, sizes).splitlines()]
+
+
+def helpers(kernels: Sequence[str]) -> list[str]:
+    """The kernels behind the functions that they call."""
+    functions = [TANH] if any("tanh(" in k for k in kernels) else []
+    return [HELPERS, *functions, *kernels]
+
+
+# ----------------------------------------------------------------------------------------------------------------
+# Blocks
+
+
+def blocks(frame: GradientFrame, kernel: str) -> dict[str, list[int]]:
+    """The shape in which each tensor is copied."""
+    region, size = frame.region, extent(frame.region.dv)
+    p = region.products[0]
+    q, k = (64, frame.plan.block_n) if kernel == "query_gradient" else (frame.plan.block_m, 64)
+    rows = {
+        "q": (p.q.index, frame.q_idx, q),
+        "k": (p.k.index, frame.kv_idx, k),
+        "v": (region.v.index, frame.kv_idx, k),
+        "do": (output_index(frame), frame.q_idx, q),
+        "dq": (p.q.index, frame.q_idx, 64),
+        "dk": (p.k.index, frame.kv_idx, 64),
+        "dv": (region.v.index, frame.kv_idx, 64),
+    }
+    found = {name: [n if e == row else 1 for e in index[:-1]] + [size] for name, (index, row, n) in rows.items()}
+    return {**found, "row": [2, 1, frame.plan.block_m]}
+
+
+def _at(frame: GradientFrame, index: Sequence[Expr], row: Var, start: str) -> str:
+    """The coordinates of a block."""
+    places = [start if e == row else triton_text(e, frame.names) for e in index[:-1]]
+    return f"[{', '.join([*map(_int32, places, index), '0'])}]"
+
+
+def _int32(place: str, e: Expr) -> str:
+    body = place if place.isidentifier() else f"({place})"
+    return place if isinstance(e, Const) or place.startswith(("q_start", "k_start")) else f"{body}.to(tl.int32)"
+
+
+def copies(frame: GradientFrame, kernel: str, names: Sequence[str]) -> Holes:
+    """Where each block lies, and how its memory is seen."""
+    p = frame.region.products[0]
+    found: Holes = {}
+    q, k = ("q_start", "k_start + group * 64") if kernel == "key_gradients" else ("q_start + group * 64", "k_start")
+    k_index, v_index = (frame.key_access(a) if kernel == "key_gradients" else a.index for a in (p.k, frame.region.v))
+    where = {"q": (p.q.index, frame.q_idx, q), "do": (output_index(frame), frame.q_idx, q),
+             "k": (k_index, frame.kv_idx, k), "v": (v_index, frame.kv_idx, k)}  # fmt: skip
+    for name in names:
+        if name == "row":
+            head = f"({backward_keys.outer(frame)}).to(tl.int32)" if frame.region.batch else "0"
+            found["row_at"] = f"[0, {head}, q_start]"
+        else:
+            source = name if name in where else name.removeprefix("d")
+            found[f"{name}_at"] = _at(frame, *where[source])
+        found[f"{name}_block"] = f"{name}_desc.dtype, {blocks(frame, kernel)[name]}, {name}_desc.layout"
+    return found
+
+
+# ----------------------------------------------------------------------------------------------------------------
+# Functions
+
+
+def function(frame: GradientFrame, skeleton: str, holes: Holes) -> tuple[str, list[str]]:
+    """(text, what it is given): what it reads."""
+    text = tidy(fill(skeleton, {**holes, "given": "given"}))
+    read = names_read(text)
+    given = [*(x for x in (*DESCRIPTORS, *SHARED) if x in read), *_region_parameters(frame, read)]
+    opened = ["(", *indented(wrapped(given, 4)), ")"]
+    return text.replace("    given = given\n", "    " + "\n    ".join(opened) + " = given\n", 1), given
+
+
+def _region_parameters(frame: GradientFrame, read: frozenset[str]) -> list[str]:
+    return [p for p in parameters(frame, read) if not p.startswith("BLOCK_")]
+
+
+def kernel_of(
+    frame: GradientFrame, skeleton: str, rows: int, functions: list[str], copied: list[str], multiplied: list[str]
+) -> tuple[str, list[str]]:
+    """The functions and the kernel that hands them what it takes."""
+    given = {*copied, *multiplied}
+    params = [*(x for x in DESCRIPTORS if x in given), *_region_parameters(frame, frozenset(given))]
+    sizes = "[" + ", ".join(f'"{p}"' for p in unspecialised(frame, params)) + "]"
+    kernel = tidy(fill(skeleton, {
+        "sizes": sizes, "parameters": wrapped(params, 4), "dtype": triton_dtype(frame.region.out_dtype),
+        "size": str(extent(frame.region.dv)), "rows": str(rows),
+        "multiplied": wrapped(multiplied, 8), "copied": wrapped(copied, 8),
+    }))  # fmt: skip
+    return in_gluon("\n\n\n".join(t.strip() for t in [*functions, kernel])), params

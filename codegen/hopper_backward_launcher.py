@@ -1,0 +1,70 @@
+"""The host side of the backward kernels for Hopper's tensor cores. (frames, parameters) -> lines."""
+
+from __future__ import annotations
+
+from fusecomp.codegen.backward_exact import Fixed
+from fusecomp.codegen.backward_frame import GradientFrame
+from fusecomp.codegen.backward_launcher import begun, call, key_grid, query_grid, where_wanted, with_gradients
+from fusecomp.codegen.hopper_backward import REGISTERS, STAY, blocks
+from fusecomp.codegen.launcher import arguments, rounded_up, wrapped
+from fusecomp.codegen.printer import triton_text
+from fusecomp.planning.tile import TilePlan
+
+Lines = list[str]
+LAUNCH_HELPERS = '''\
+def in_rows(x):
+    """x, copied unless a tensor descriptor can say where it lies: dense columns, the rest in whole 16 bytes."""
+    *outer, last = x.stride()
+    step = 16 // x.element_size()
+    whole = last == 1 and x.data_ptr() % 16 == 0 and not any(s % step or not s for s in outer)
+    return x if whole else x.clone(memory_format=torch.contiguous_format)
+
+
+def described(x, block, rows):
+    """A tensor descriptor of x, copied in blocks of that shape. What lies after its first `rows` reads as zeros."""
+    shape = [rows if n > 1 else size for n, size in zip(block[:-1], x.shape[:-1], strict=True)] + [x.shape[-1]]
+    return TensorDescriptor(x, shape, list(x.stride()), block, BOXES[len(block)])
+'''
+
+
+def launch(queries: GradientFrame, keys: GradientFrame, params: dict[str, list[str]], fixed: Fixed) -> Lines:
+    """lse and delta of each row, then dQ where it is wanted, then dK and dV where one of them is."""
+    region = queries.region
+    p, m = region.products[0], triton_text(queries.q_idx.size, queries.names)
+    seen = [*dict.fromkeys((p.k.operand, region.v.operand))]
+    read = [*dict.fromkeys((p.q.operand, *seen, "grad_out"))]
+    grid = query_grid(queries, STAY)
+    sizes = ", ".join([" * ".join(grid[:-1]) or "1", f"{rounded_up(m, STAY)} * {STAY}"])
+    row_products = call(queries, "row_products", grid, params["row_products"], TilePlan("", STAY, 0, (), (), 4, 1))
+    return [
+        *begun(queries, fixed),
+        f"row_values = torch.empty(2, {sizes}, dtype=torch.float32, device=out.device)",
+        *row_products,
+        f"{', '.join(read)} = {', '.join(f'in_rows({name})' for name in read)}",
+        *where_wanted([p.q.operand], _launched(queries, "query_gradient", params, grid), region),
+        *where_wanted(seen, _launched(keys, "key_gradients", params, key_grid(keys, STAY)), region),
+    ]
+
+
+def _launched(frame: GradientFrame, kernel: str, params: dict[str, list[str]], grid: Lines) -> Lines:
+    """Descriptors of what is copied, then the kernel."""
+    taken = params[kernel]
+    given = [*arguments(taken, with_gradients(frame)), "num_warps=4", f"maxnreg={REGISTERS}"]
+    return [
+        *(line for p in taken if p.endswith("_desc") for line in _described(frame, kernel, p.removesuffix("_desc"))),
+        f"{kernel}[({' * '.join(grid)},)](",
+        *("    " + line for line in wrapped(given, 8)),
+        ")",
+    ]
+
+
+def _described(frame: GradientFrame, kernel: str, name: str) -> Lines:
+    """q_desc = described(q, [1, 1, 64, 128], M)."""
+    block, p = blocks(frame, kernel)[name], frame.region.products[0]
+    if name == "row":
+        shape = "list(row_values.shape), list(row_values.stride())"
+        return [f"row_desc = TensorDescriptor(row_values, {shape}, {block}, ROW_BOX)"]
+    operand = {"q": p.q.operand, "k": p.k.operand, "v": frame.region.v.operand}.get(name[-1], "out")
+    tensor = f"grad_{operand}" if name[0] == "d" else operand
+    rows = frame.q_idx if name in ("q", "dq", "do") else frame.kv_idx
+    return [f"{name}_desc = described({tensor}, {block}, {triton_text(rows.size, frame.names)})"]

@@ -1,0 +1,64 @@
+"""dQ on Hopper's tensor cores: a program has a tile of queries, and walks the keys that they see. (frame) -> text.
+
+The masks, scores and derivatives are those of the portable kernel (codegen/backward_queries.py), word for word.
+"""
+
+from __future__ import annotations
+
+from fusecomp.codegen.backward_frame import GradientFrame
+from fusecomp.codegen.backward_queries import read_by_tile
+from fusecomp.codegen.backward_tile import mask, probabilities, scaled_by, score_gradients, scores
+from fusecomp.codegen.hopper_backward import STAY, Holes, copies, function, kernel_of
+from fusecomp.codegen.hopper_backward_skeletons import (
+    COPY_FOR_QUERIES,
+    MULTIPLY_FOR_QUERIES,
+    QUERY_GRADIENT,
+    QUERY_STEP,
+)
+from fusecomp.codegen.memory import element_loads, element_pointers, fixed_loads
+from fusecomp.codegen.printer import triton_dtype, triton_text
+from fusecomp.codegen.program import ROW_INDICES, batch_axes, full_range, key_range
+from fusecomp.codegen.skeletons import fill
+from fusecomp.codegen.tile import indented, places
+from fusecomp.ir.expr import Expr, Var
+from fusecomp.ir.region import extent
+
+
+def query_gradient(frame: GradientFrame) -> tuple[str, list[str]]:
+    """(functions, what the kernel takes)."""
+    size = extent(frame.region.dv)
+    shared: Holes = {"block_n": str(frame.plan.block_n), "program": batch_axes(frame), "fixed": fixed_loads(frame),
+                     "key_range": key_range(frame)}  # fmt: skip
+    copy, copied = function(frame, COPY_FOR_QUERIES, {
+        **shared, "q_bytes": str(2 * STAY * size * 2), "k_bytes": f"BLOCK_N * {2 * size}",
+        "begin": frame.k_begin, "end": frame.k_end, **copies(frame, "query_gradient", ["q", "do", "k", "v"]),
+    })  # fmt: skip
+    edge = query_step(frame, list(frame.reach.tested), edge=True)
+    begins = frame.k_begin != "0"
+    before = f"for k_start in range(k_begin, tl.minimum(full_begin, {frame.k_end}), BLOCK_N):"
+    rows = f"q_row = tl.minimum(row, {triton_text(frame.q_idx.size, frame.names)} - 1 - q_start)"
+    multiply, multiplied = function(frame, MULTIPLY_FOR_QUERIES, {
+        **shared, "rows": [rows, *ROW_INDICES], "pointers": element_pointers(frame), "full_range": full_range(frame),
+        "before": [before, *indented(edge.splitlines()), ""] if begins else [],
+        "begin": "full_begin" if begins else "0", "end": "full_end",
+        "step": query_step(frame, list(frame.reach.loose), edge=False),
+        "after": [f"for k_start in range(full_end, {frame.k_end}, BLOCK_N):", *indented(edge.splitlines())],
+        "size": str(size), "dtype": triton_dtype(frame.region.out_dtype), "factor": scaled_by("", frame.factor_of(0)),
+        **copies(frame, "query_gradient", ["dq"]),
+    })  # fmt: skip
+    return kernel_of(frame, QUERY_GRADIENT, frame.plan.block_n, [copy, multiply], copied, multiplied)
+
+
+def query_step(frame: GradientFrame, tests: list[Expr], edge: bool) -> str:
+    """dQ += dS K."""
+    live = Var("live", frame.kv_idx.size)
+    score = [
+        *element_loads(frame, edge, read_by_tile(frame, tests)),
+        *scores(frame),
+        *mask(frame, [*([live] if edge else []), *tests], {live: "live[None, :]"}),
+    ]
+    gradients = score_gradients(frame, "")
+    return fill(QUERY_STEP, {
+        "score": [*places(frame, "\n".join([*score, *gradients])), *score], "weights": probabilities(frame, ""),
+        "gradients": gradients, "d_name": frame.d_name(0), "dtype": triton_dtype(frame.region.out_dtype),
+    })  # fmt: skip

@@ -1,0 +1,89 @@
+"""The backward kernels for Hopper's tensor cores: what they express, that they compile, and when they are taken.
+
+They run on a GPU only (tests/test_gpu_hopper.py): Triton's interpreter has no Gluon."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from kernels import tiles
+from regions import age, apply, causal, grouped
+from test_hopper import CAPPED, EXPRESSED, SCALED, half, written_in
+
+from fusecomp.codegen.backward import BackwardSource, emit_backward
+from fusecomp.codegen.compiled import cross_compile
+from fusecomp.codegen.hopper import specialised as forward
+from fusecomp.codegen.hopper_backward import expresses, specialised
+from fusecomp.errors import KernelError
+from fusecomp.ir.expr import Const
+from fusecomp.ir.region import AttentionRegion
+from fusecomp.planning.backward import backward_plan
+
+QKV = frozenset({"q", "k", "v"})
+HAS = {
+    **{name: region for name, region in EXPRESSED.items() if name not in ("bias", "large heads")},
+    "keys that a window behind sees too": half(SCALED, apply("lt", age, Const(200)), apply("gt", age, Const(-77))),
+    "soft cap in bfloat16": half(CAPPED, causal, d=128),
+    "log-sum-exp": half(SCALED, causal, lse=True),
+}
+SINK = EXPRESSED["sink"]
+NOT = {
+    "a sink that learns": (SINK, QKV | {"load0"}),
+    "a bias that may be -inf, of which two numbers a row are saved": (EXPRESSED["bias"], QKV),
+    "another head size": (half(d=80), QKV),
+    "large heads": (EXPRESSED["large heads"], QKV),
+}
+
+
+def made(region: AttentionRegion) -> BackwardSource:
+    return emit_backward(region, specialised(region, forward(region, tiles(region))))
+
+
+@pytest.mark.parametrize("region", HAS.values(), ids=HAS)
+def test_what_they_express(region: AttentionRegion) -> None:
+    assert expresses(region, QKV)
+    assert made(region).text.count("gl.warp_specialize(") == 2
+
+
+@pytest.mark.parametrize(("region", "learned"), NOT.values(), ids=NOT)
+def test_what_they_do_not(region: AttentionRegion, learned: frozenset[str]) -> None:
+    assert not expresses(region, learned)
+    plan = backward_plan(region)
+    plan = replace(plan, queries=replace(plan.queries, consumers=2), keys=replace(plan.keys, consumers=2))
+    with pytest.raises(KernelError, match="plan portable ones"):
+        emit_backward(region, plan, learned - QKV)
+
+
+@written_in
+@pytest.mark.parametrize("name", ["causal", "documents"])
+def test_they_compile(name: str) -> None:
+    source = made(HAS[name])
+    assert cross_compile(source, 90, "row_products").shared < 1024
+    for kernel in ("query_gradient", "key_gradients"):
+        info = cross_compile(source, 90, kernel)
+        assert "wgmma.mma_async" in info.ptx
+        assert "setmaxnreg" in info.ptx
+        assert 0 < info.shared <= 232_448
+        assert info.spills is None or info.spills <= 128
+
+
+@written_in
+@pytest.mark.slow
+@pytest.mark.parametrize("name", HAS)
+def test_all_of_them_compile(name: str) -> None:
+    source = made(HAS[name])
+    for kernel in ("query_gradient", "key_gradients"):
+        assert cross_compile(source, 90, kernel).shared <= 232_448
+
+
+def test_what_lies_past_the_end_of_the_queries_is_not_read() -> None:
+    """Rows past the end have dO = 0 and lse = inf; only what the mask loads for a query has to be kept inside."""
+    assert "live = q_start + m < M" not in made(HAS["causal"]).text
+    assert "mask=live[None, :]" in made(HAS["documents"]).text
+
+
+def test_heads_that_share_keys_are_summed_in_one_program() -> None:
+    text = made(half(SCALED, causal, **grouped(4))).text
+    assert text.count("for h_member in range(4):") == 2  # the warp that copies, and those that multiply
+    assert "atomic" not in text
