@@ -22,7 +22,7 @@ NAMES = frozenset({
     "gl", "gluon", "tma", "mbarrier", "tile", "turn", "done", "last", "blocks", "block", "group", "count", "slot",
     "section", "weights", "counter", "written", "barrier", "copied", "sums", "o", "produce", "consume", "described",
     "inside", "instruction", "left", "right", "known", "given", "consumed", "produced", "above", "below",
-    "tanh", "q_line", "slope_n", "shift", "pairs_ready",
+    "tanh", "head", "hand", "handed", "q_line", "slope_n", "shift", "pairs_ready",
 })  # fmt: skip
 """What the skeletons call their own variables."""
 GROUP_ROWS = 64

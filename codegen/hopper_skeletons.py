@@ -23,7 +23,6 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 """
 
 HALF_LAYOUT = "HALF = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, «columns», 16]))  # of a half of O"
-
 LAYOUTS = """\
 SCORES = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, «block_n», 16]))  # of the accumulator of S
 OUTPUT = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, «size», 16]))  # of the accumulator of O
@@ -82,6 +81,17 @@ def place_of(tile, tiles, section«length»):
     turns = gl.minimum(section, tiles // q_tiles - first)
     inside = tile - first * q_tiles
     return (q_tiles - 1 - inside // turns) * BLOCK_M, first + inside % turns
+
+
+@gluon.jit
+def hand(next_smem, slot, value):
+    """For those who multiply: they would divide while nothing is multiplied."""
+    next_smem.index(slot).store(gl.full([1], 0, gl.int32, gl.BlockedLayout([1], [32], [1], [0])) + value)
+
+
+@gluon.jit
+def handed(next_smem, slot):
+    return gl.max(next_smem.index(slot).load(gl.BlockedLayout([1], [32], [4], [0])), axis=0)
 '''
 
 TANH = '''\
@@ -97,11 +107,11 @@ def produce(given):
     """One warp: hands out tiles of queries, and copies Q, K and V ahead of those who multiply them."""
     «given» = given
     tile = gl.program_id(0)
+    q_start, head = place_of(tile, tiles, section«length»)
     turn = 0
     done = 0  # tiles of keys, of all tiles of queries before
     while tile < tiles:
         next_tile = gl.atomic_add(counter_ptr, 1) + gl.num_programs(0)
-        q_start, outer = place_of(tile, tiles, section«length»)
         «program»
         «fixed»
         «key_range»
@@ -137,9 +147,12 @@ def produce(given):
             «copy_pairs»
         done += blocks
         mbarrier.wait(next_taken.index(turn & 1), ((turn >> 1) & 1) ^ 1)
-        next_smem.index(turn & 1).store(gl.full([1], 0, gl.int32, gl.BlockedLayout([1], [32], [1], [0])) + next_tile)
-        mbarrier.arrive(next_ready.index(turn & 1))
         tile = next_tile
+        q_start, head = place_of(tile, tiles, section«length»)
+        hand(next_smem, (turn & 1) * 3, tile)
+        hand(next_smem, (turn & 1) * 3 + 1, q_start)
+        hand(next_smem, (turn & 1) * 3 + 2, head)
+        mbarrier.arrive(next_ready.index(turn & 1))
         turn += 1
 '''
 
@@ -154,10 +167,10 @@ def consume(given, group: gl.constexpr):
     n_pos = n[None, :].to(gl.float32)
     row = group * 64 + gl.arange(0, 64, layout=ROWS)[:, None]
     tile = gl.program_id(0)
+    q_start, head = place_of(tile, tiles, section«length»)
     turn = 0
     done = 0
     while tile < tiles:
-        q_start, outer = place_of(tile, tiles, section«length»)
         «program»
         «rows»
         «fixed»
@@ -205,7 +218,9 @@ def consume(given, group: gl.constexpr):
         «store»
 
         mbarrier.wait(next_ready.index(turn & 1), (turn >> 1) & 1)
-        tile = gl.max(next_smem.index(turn & 1).load(gl.BlockedLayout([1], [32], [4], [0])), axis=0)
+        tile = handed(next_smem, (turn & 1) * 3)
+        q_start = handed(next_smem, (turn & 1) * 3 + 1)
+        head = handed(next_smem, (turn & 1) * 3 + 2)
         mbarrier.arrive(next_taken.index(turn & 1))
         turn += 1
     tma.store_wait(0)
@@ -260,7 +275,7 @@ def attention(
     v_smem = gl.allocate_shared_memory(«dtype», [STAGES, BLOCK_N, «size»], SHARED)
     o_smem = gl.allocate_shared_memory(«dtype», [GROUPS, 64, «columns»], SHARED)
     «pairs_smem»
-    next_smem = gl.allocate_shared_memory(gl.int32, [2, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    next_smem = gl.allocate_shared_memory(gl.int32, [6, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     q_ready = gl.allocate_shared_memory(gl.int64, [GROUPS, 1], mbarrier.MBarrierLayout())
     k_ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     v_ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())

@@ -56,8 +56,8 @@ def hopper(frame: Frame, saves_lse: bool = False) -> tuple[str, list[str]]:
     if not expresses(frame.region):
         raise KernelError("no kernel with warps that only copy expresses this attention; plan a portable one")
     length = "".join(f", {p}" for p in _sizes_of(frame))
-    wide = ["outer = outer.to(tl.int64)"] if frame.element.hoisted or frame.element.tiles else []
-    shared: Holes = {"length": length, "program": [*wide, *decoded(frame)], "fixed": fixed_loads(frame),
+    wide = ".to(tl.int64)" if frame.element.hoisted or frame.element.tiles else ""
+    shared: Holes = {"length": length, "program": [f"outer = head{wide}", *decoded(frame)], "fixed": fixed_loads(frame),
               "key_range": key_range(frame), "last": _last(frame)}  # fmt: skip
     more = [*pairs.memory(frame), *(["pairs_ready"] if frame.copied else [])]
     descs = [f"{x.tensor}_desc" for _, x in frame.copied]

@@ -95,6 +95,17 @@ def place_of(tile, tiles, section, M):
 
 
 @gluon.jit
+def hand(next_smem, slot, value):
+    """For those who multiply: they would divide while nothing is multiplied."""
+    next_smem.index(slot).store(gl.full([1], 0, gl.int32, gl.BlockedLayout([1], [32], [1], [0])) + value)
+
+
+@gluon.jit
+def handed(next_smem, slot):
+    return gl.max(next_smem.index(slot).load(gl.BlockedLayout([1], [32], [4], [0])), axis=0)
+
+
+@gluon.jit
 def produce(given):
     """One warp: hands out tiles of queries, and copies Q, K and V ahead of those who multiply them."""
     (
@@ -102,11 +113,12 @@ def produce(given):
         next_ready, next_taken, tiles, section, counter_ptr, H, M, N,
     ) = given
     tile = gl.program_id(0)
+    q_start, head = place_of(tile, tiles, section, M)
     turn = 0
     done = 0  # tiles of keys, of all tiles of queries before
     while tile < tiles:
         next_tile = gl.atomic_add(counter_ptr, 1) + gl.num_programs(0)
-        q_start, outer = place_of(tile, tiles, section, M)
+        outer = head
         h = outer % H
         b = outer // H
         q_last = gl.minimum(q_start + BLOCK_M, M) - 1
@@ -143,12 +155,12 @@ def produce(given):
                 )
         done += blocks
         mbarrier.wait(next_taken.index(turn & 1), ((turn >> 1) & 1) ^ 1)
-        next_smem.index(turn & 1).store(
-            gl.full([1], 0, gl.int32, gl.BlockedLayout([1], [32], [1], [0]))
-            + next_tile
-        )
-        mbarrier.arrive(next_ready.index(turn & 1))
         tile = next_tile
+        q_start, head = place_of(tile, tiles, section, M)
+        hand(next_smem, (turn & 1) * 3, tile)
+        hand(next_smem, (turn & 1) * 3 + 1, q_start)
+        hand(next_smem, (turn & 1) * 3 + 2, head)
+        mbarrier.arrive(next_ready.index(turn & 1))
         turn += 1
 
 
@@ -164,10 +176,11 @@ def consume(given, group: gl.constexpr):
     n = gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, SCORES))
     row = group * 64 + gl.arange(0, 64, layout=ROWS)[:, None]
     tile = gl.program_id(0)
+    q_start, head = place_of(tile, tiles, section, M)
     turn = 0
     done = 0
     while tile < tiles:
-        q_start, outer = place_of(tile, tiles, section, M)
+        outer = head
         h = outer % H
         b = outer // H
         q_row = gl.minimum(row, M - 1 - q_start)
@@ -256,7 +269,9 @@ def consume(given, group: gl.constexpr):
         )
 
         mbarrier.wait(next_ready.index(turn & 1), (turn >> 1) & 1)
-        tile = gl.max(next_smem.index(turn & 1).load(gl.BlockedLayout([1], [32], [4], [0])), axis=0)
+        tile = handed(next_smem, (turn & 1) * 3)
+        q_start = handed(next_smem, (turn & 1) * 3 + 1)
+        head = handed(next_smem, (turn & 1) * 3 + 2)
         mbarrier.arrive(next_taken.index(turn & 1))
         turn += 1
     tma.store_wait(0)
@@ -270,7 +285,7 @@ def attention(
     k_smem = gl.allocate_shared_memory(gl.bfloat16, [STAGES, BLOCK_N, 128], SHARED)
     v_smem = gl.allocate_shared_memory(gl.bfloat16, [STAGES, BLOCK_N, 128], SHARED)
     o_smem = gl.allocate_shared_memory(gl.bfloat16, [GROUPS, 64, 128], SHARED)
-    next_smem = gl.allocate_shared_memory(gl.int32, [2, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    next_smem = gl.allocate_shared_memory(gl.int32, [6, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     q_ready = gl.allocate_shared_memory(gl.int64, [GROUPS, 1], mbarrier.MBarrierLayout())
     k_ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     v_ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
