@@ -106,58 +106,22 @@ def compared(fn: Callable[..., Tensor], args: list[Tensor]) -> None:
     assert off(got, exact) <= max(4 * off(eager, exact), FLOOR[args[0].dtype])
 
 
-@pytest.mark.parametrize("dtype", FLOOR, ids=str)
-@pytest.mark.parametrize("size", [64, 128, 256])
+EACH = [(64, torch.bfloat16), (128, torch.bfloat16), (256, torch.bfloat16), (128, torch.float16)]
+
+
+@pytest.mark.parametrize(("size", "dtype"), EACH, ids=str)
 @pytest.mark.parametrize("fn", [full, causal, window, alibi, documents, sink, prefix], ids=lambda f: f.__name__)
 def test_each_variant(fn: Attend, size: int, dtype: torch.dtype) -> None:
     shapes = [(2, 4, 613, size), (2, 2, 613, size), (2, 2, 613, size)]
     compared(fn, [torch.randn(s, device="cuda", dtype=dtype) for s in shapes])
 
 
-@pytest.mark.parametrize(("m", "n"), [(37, 1000), (128, 128), (1000, 1001), (300, 5000), (129, 257)])
-@pytest.mark.parametrize("size", [64, 256])
+@pytest.mark.parametrize(("m", "n", "size"), [(37, 1000, 64), (128, 128, 64), (1000, 1001, 64), (300, 5000, 64),
+                                              (129, 257, 64), (1000, 1001, 256), (129, 257, 256)])  # fmt: skip
 @pytest.mark.parametrize("fn", [full, causal], ids=lambda f: f.__name__)
-def test_other_lengths(fn: Attend, size: int, m: int, n: int) -> None:
+def test_other_lengths(fn: Attend, m: int, n: int, size: int) -> None:
     lengths = (m, n, n)
     compared(fn, [torch.randn(1, 3, x, size, device="cuda", dtype=torch.bfloat16) for x in lengths])
-
-
-def biased(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Tensor:
-    return attend(scores(q, k) + bias, q, v)
-
-
-def biased_causal(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Tensor:
-    i, j = places(q, k)
-    return attend(scores(q, k) + bias, q, v, j <= i)
-
-
-@pytest.mark.parametrize("dtype", FLOOR, ids=str)
-@pytest.mark.parametrize("size", [64, 128])
-@pytest.mark.parametrize("outer", [(2, 4), (1, 4), (4,)], ids=str)
-@pytest.mark.parametrize("fn", [biased, biased_causal], ids=lambda f: f.__name__)
-def test_biases(fn: Callable[..., Tensor], outer: tuple[int, ...], size: int, dtype: torch.dtype) -> None:
-    """In blocks, which the ends of the queries and of the keys cut."""
-    shapes = [(2, 4, 613, size), (2, 4, 744, size), (2, 4, 744, size), (*outer, 613, 744)]
-    compared(fn, [torch.randn(s, device="cuda", dtype=dtype) for s in shapes])
-
-
-def test_a_bias_inside_another_tensor() -> None:
-    """Rows further apart than they are long; what lies between them, and around, is NaN."""
-    room = torch.full((5, 650, 760), float("nan"), device="cuda", dtype=torch.bfloat16)
-    bias = room[1:, 8:621, 8:752].copy_(torch.randn(4, 613, 744))
-    shapes = [(2, 4, 613, 64), (2, 4, 744, 64), (2, 4, 744, 64)]
-    compared(biased, [*(torch.randn(s, device="cuda", dtype=torch.bfloat16) for s in shapes), bias])
-
-
-def test_gradients_of_a_bias() -> None:
-    shapes = [(2, 4, 300, 64), (2, 4, 304, 64), (2, 4, 304, 64), (4, 300, 304)]
-    args = [torch.randn(s, device="cuda", dtype=torch.bfloat16, requires_grad=True) for s in shapes]
-    up = torch.randn(2, 4, 300, 64, device="cuda", dtype=torch.bfloat16)
-    fast = torch.compile(biased, backend="fusecomp", options={"inner": "aot_eager", "strict": True})
-    found = torch.autograd.grad(fast(*args), args, up)
-    double = [x.detach().double().requires_grad_() for x in args]
-    for a, e in zip(found, torch.autograd.grad(biased(*double), double, up.double()), strict=True):
-        assert off(a, e) <= 2 * FLOOR[torch.bfloat16]
 
 
 def test_heads_side_by_side() -> None:
@@ -246,3 +210,41 @@ def test_cuda_graphs() -> None:
                 x.normal_()
             graph.replay()
             assert off(out, causal(*(x.double() for x in args))) <= FLOOR[torch.bfloat16]
+
+
+def biased(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Tensor:
+    return attend(scores(q, k) + bias, q, v)
+
+
+def biased_causal(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Tensor:
+    i, j = places(q, k)
+    return attend(scores(q, k) + bias, q, v, j <= i)
+
+
+@pytest.mark.parametrize(("fn", "outer", "size", "dtype"), [
+    (biased, (2, 4), 64, torch.bfloat16), (biased, (1, 4), 128, torch.float16), (biased, (4,), 128, torch.bfloat16),
+    (biased_causal, (2, 4), 64, torch.float16), (biased_causal, (4,), 128, torch.bfloat16),
+], ids=str)  # fmt: skip
+def test_biases(fn: Callable[..., Tensor], outer: tuple[int, ...], size: int, dtype: torch.dtype) -> None:
+    """In blocks, which the ends of the queries and of the keys cut."""
+    shapes = [(2, 4, 613, size), (2, 4, 744, size), (2, 4, 744, size), (*outer, 613, 744)]
+    compared(fn, [torch.randn(s, device="cuda", dtype=dtype) for s in shapes])
+
+
+def test_a_bias_inside_another_tensor() -> None:
+    """Rows further apart than they are long; what lies between them, and around, is NaN."""
+    room = torch.full((5, 650, 760), float("nan"), device="cuda", dtype=torch.bfloat16)
+    bias = room[1:, 8:621, 8:752].copy_(torch.randn(4, 613, 744))
+    shapes = [(2, 4, 613, 64), (2, 4, 744, 64), (2, 4, 744, 64)]
+    compared(biased, [*(torch.randn(s, device="cuda", dtype=torch.bfloat16) for s in shapes), bias])
+
+
+def test_gradients_of_a_bias() -> None:
+    shapes = [(2, 4, 300, 64), (2, 4, 304, 64), (2, 4, 304, 64), (4, 300, 304)]
+    args = [torch.randn(s, device="cuda", dtype=torch.bfloat16, requires_grad=True) for s in shapes]
+    up = torch.randn(2, 4, 300, 64, device="cuda", dtype=torch.bfloat16)
+    fast = torch.compile(biased, backend="fusecomp", options={"inner": "aot_eager", "strict": True})
+    found = torch.autograd.grad(fast(*args), args, up)
+    double = [x.detach().double().requires_grad_() for x in args]
+    for a, e in zip(found, torch.autograd.grad(biased(*double), double, up.double()), strict=True):
+        assert off(a, e) <= 2 * FLOOR[torch.bfloat16]

@@ -17,6 +17,7 @@ from kernels import tiles
 from regions import H, M, N, age, attention, b, causal, dropout, filled, grouped, h, kv_idx, load, q_idx, score, times
 
 from fusecomp.codegen.compiled import cross_compile
+from fusecomp.codegen.copied import copied
 from fusecomp.codegen.emit import emit
 from fusecomp.codegen.hopper import expresses, specialised
 from fusecomp.errors import KernelError
@@ -31,6 +32,7 @@ from fusecomp.show import _made
 SCALED = times(score, 0.125)
 CAPPED = times(apply("tanh", times(score, 0.125 / 30)), 30.0)
 ALIBI = apply("sub", SCALED, apply("mul", load(0, h), age))
+BIASED = apply("add", SCALED, load(0, h, q_idx, kv_idx, dtype="bfloat16"))
 WINDOW = apply("lt", age, Const(256))
 DOCUMENTS = apply("eq", load(0, b, q_idx, dtype="int64"), load(0, b, kv_idx, dtype="int64"))
 LAST = apply("ge", apply("sub", apply("add", q_idx, Size("N")), Size("M")), kv_idx)
@@ -51,7 +53,9 @@ EXPRESSED = {
     "documents": half(SCALED, DOCUMENTS, loads=[((Size("B"), N), "int64")]),
     "sink": half(SCALED, causal, sink=load(0, h), loads=[((H,), "float32")]),
     "lengths": half(SCALED, apply("gt", load(0, b, dtype="int64"), kv_idx), loads=[((Size("B"),), "int64")]),
-    "bias": half(apply("add", SCALED, load(0, h, q_idx, kv_idx)), loads=[((H, M, N), "float32")]),
+    "bias": half(BIASED, causal, loads=[((H, M, N), "bfloat16")]),
+    "bias, D128": half(BIASED, d=128, loads=[((H, M, N), "bfloat16")]),
+    "bias, element by element": half(apply("add", SCALED, load(0, h, q_idx, kv_idx)), loads=[((H, M, N), "float32")]),
 }
 NOT = {
     "single precision": half(dtype="float32"),
@@ -88,7 +92,10 @@ written_in = pytest.mark.skipif(not available(), reason="the installed Triton ha
 @written_in
 @pytest.mark.parametrize(
     ("name", "saves_lse"),
-    [("causal", False), ("causal", True), ("window, soft cap", True), ("large heads", True), ("three groups", False)],
+    [
+        ("causal", False), ("causal", True), ("window, soft cap", True), ("large heads", True), ("three groups", False),
+        ("bias", True), ("bias, D128", False), ("alibi", False),
+    ],
 )
 def test_it_compiles(name: str, saves_lse: bool) -> None:
     region = EXPRESSED[name]
@@ -114,6 +121,27 @@ def test_only_the_first_tile_of_a_causal_row_needs_its_mask() -> None:
     assert "above" not in emit(region, specialised(region, tiles(region))).text
     region = EXPRESSED["last queries"]
     assert "for block in range(1, above):" in emit(region, specialised(region, tiles(region))).text
+
+
+def test_biases_come_in_blocks() -> None:
+    """Two tiles of them in shared memory where there is room, one, or none: then each thread reads its own elements."""
+    for name, buffers in (("bias", 2), ("bias, D128", 1), ("bias, element by element", 0)):
+        region = EXPRESSED[name]
+        text = emit(region, specialised(region, tiles(region))).text
+        assert (f"BUFFERS = gl.constexpr({buffers})" in text) == bool(buffers)
+        assert ("gl.load(load0_tile_base" in text.replace("\n", "")) == (not buffers)
+    large = half(BIASED, d=256, loads=[((H, M, N), "bfloat16")])
+    assert not pays(large, LONG, find("h200"))
+    part = half(apply("add", SCALED, load(0, h, q_idx, apply("add", kv_idx, Const(3)), dtype="bfloat16")),
+                loads=[((H, M, apply("add", N, Const(3))), "bfloat16")])  # fmt: skip
+    assert not copied(part)
+
+
+def test_what_rises_along_the_keys_is_a_row_and_a_shift() -> None:
+    region = EXPRESSED["alibi"]
+    text = emit(region, specialised(region, tiles(region))).text
+    assert "score = score * 0.18033688011112042 + slope_n" in text
+    assert "kv_pos" not in text
 
 
 def test_keys_end_where_the_program_ended_them() -> None:
@@ -146,7 +174,10 @@ LONG = {"B": 4, "H": 16, "M": 4096, "N": 4096}
         ("causal", {**LONG, "M": 1}, "h200", False),  # decoding
         ("causal", {"B": 1, "H": 4, "M": 512, "N": 512}, "h200", False),  # the host would take longer
         ("window, soft cap", LONG, "h200", False),  # three tiles of keys for each of queries
-        ("bias", LONG, "h200", False),  # it reads a number for each pair
+        ("bias", LONG, "h200", True),
+        ("bias, element by element", LONG, "h200", False),  # float32 has no room in shared memory
+        ("large heads", LONG, "h200", True),
+        ("three groups", LONG, "h200", True),
     ],
 )
 def test_where_it_pays(
