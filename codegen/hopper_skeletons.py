@@ -162,7 +162,7 @@ def consume(given, group: gl.constexpr):
     """Four warps, 64 rows of each tile of queries."""
     «given» = given
     if group == GROUPS - 1:
-        barrier("arrive", TURN, 256)
+        barrier("arrive", MULTIPLY, 256)
     n = gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, SCORES))
     n_pos = n[None, :].to(gl.float32)
     row = group * 64 + gl.arange(0, 64, layout=ROWS)[:, None]
@@ -243,12 +243,12 @@ STEP = '''\
 k_start = last - block * BLOCK_N
 count = done + block
 copied(k_ready, count, STAGES)
-barrier("sync", TURN + group, 256)
+barrier("sync", MULTIPLY + group, 256)
 k_tile = k_smem.index(count % STAGES).permute((1, 0))
 score = warpgroup_mma(q_tile, k_tile, gl.zeros([64, BLOCK_N], gl.float32, SCORES), use_acc=False, is_async=True)
 copied(v_ready, count - 1, STAGES)
 acc = warpgroup_mma(p, v_smem.index((count - 1) % STAGES), acc, is_async=True)
-barrier("arrive", TURN + (group + 1) % GROUPS, 256)
+barrier("arrive", MULTIPLY + (group + 1) % GROUPS, 256)
 score = warpgroup_mma_wait(1, (score,))
 barrier("arrive", K_FREE + count % STAGES, THREADS)
 «pairs»

@@ -78,7 +78,7 @@ def in_gluon(text: str) -> str:
 def header(frame: Frame) -> tuple[str, Lines]:
     """(imports, layouts)."""
     stages, groups, size = frame.plan.stages, frame.plan.consumers, extent(frame.region.dv)
-    kinds = {"K_FREE": stages, "V_FREE": stages, "Q_FREE": groups, "TURN": groups, "PAIRS_FREE": frame.buffers}
+    kinds = {"K_FREE": stages, "V_FREE": stages, "Q_FREE": groups, "MULTIPLY": groups, "PAIRS_FREE": frame.buffers}
     names = [name for name, count in kinds.items() if count]
     numbers = accumulate([FIRST_BARRIER, *kinds.values()])
     holes: Holes = {

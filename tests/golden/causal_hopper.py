@@ -34,7 +34,6 @@ BLOCK_M = gl.constexpr(128)  # query rows of a tile
 BLOCK_N = gl.constexpr(128)  # keys of a tile
 GROUPS = gl.constexpr(2)  # of four warps that multiply, 64 rows of a tile each
 STAGES = gl.constexpr(2)  # tiles of K, and of V, in shared memory
-TURN = gl.constexpr(512)  # programs of the heads that take turns: enough to fill a device
 K_TURN = gl.constexpr(65536)  # keys, over the query heads that take turns, whose K and V stay in L2
 SCALE = gl.constexpr(0.12751743082459868)  # log2(e) * 0.0883883476
 SCORES = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 16]))  # of the accumulator of S
@@ -45,7 +44,7 @@ P_TILE = gl.constexpr(gl.DotOperandLayout(0, OUTPUT.value, 2))
 SHARED = gl.constexpr(gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2))
 BOXES = {n: gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=n) for n in (2, 3, 4, 5)}
 THREADS = gl.constexpr(288)  # of all warps that multiply, and the one that copies
-K_FREE, V_FREE, Q_FREE, TURN = gl.constexpr(4), gl.constexpr(6), gl.constexpr(8), gl.constexpr(10)  # numbers of the hardware's barriers; Triton has those up to 3
+K_FREE, V_FREE, Q_FREE, MULTIPLY = gl.constexpr(4), gl.constexpr(6), gl.constexpr(8), gl.constexpr(10)  # numbers of the hardware's barriers; Triton has those up to 3
 
 
 @gluon.constexpr_function
@@ -172,7 +171,7 @@ def consume(given, group: gl.constexpr):
         next_taken, tiles, section, H, M, N,
     ) = given
     if group == GROUPS - 1:
-        barrier("arrive", TURN, 256)
+        barrier("arrive", MULTIPLY, 256)
     n = gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, SCORES))
     row = group * 64 + gl.arange(0, 64, layout=ROWS)[:, None]
     tile = gl.program_id(0)
@@ -223,7 +222,7 @@ def consume(given, group: gl.constexpr):
             k_start = last - block * BLOCK_N
             count = done + block
             copied(k_ready, count, STAGES)
-            barrier("sync", TURN + group, 256)
+            barrier("sync", MULTIPLY + group, 256)
             k_tile = k_smem.index(count % STAGES).permute((1, 0))
             score = warpgroup_mma(
                 q_tile,
@@ -234,7 +233,7 @@ def consume(given, group: gl.constexpr):
             )
             copied(v_ready, count - 1, STAGES)
             acc = warpgroup_mma(p, v_smem.index((count - 1) % STAGES), acc, is_async=True)
-            barrier("arrive", TURN + (group + 1) % GROUPS, 256)
+            barrier("arrive", MULTIPLY + (group + 1) % GROUPS, 256)
             score = warpgroup_mma_wait(1, (score,))
             barrier("arrive", K_FREE + count % STAGES, THREADS)
             new_max = gl.maximum(row_max, gl.max(score, axis=1) * SCALE)
