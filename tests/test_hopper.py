@@ -184,6 +184,7 @@ def test_where_it_pays(
     name: str, sizes: dict[str, int], device: str, wanted: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(hopper, "available", lambda: True)
+    monkeypatch.setattr(hopper, "LEAST_BUFFERS", 1)
     assert pays(EXPRESSED[name], sizes, find(device)) == wanted
 
 

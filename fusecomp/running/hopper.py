@@ -28,6 +28,9 @@ LEAST_TILES = 4
 """Tiles of keys that a tile of queries visits, on average: before the first and after the last nothing overlaps. With
 4.5 of them (causal, N 1024) it takes 0.15 ms where the portable kernel takes 0.23 (hopper_h200.json)."""
 
+LEAST_BUFFERS = 3
+"""Tiles in shared memory of what the score reads for each pair."""
+
 
 @cache
 def available() -> bool:
@@ -57,7 +60,8 @@ def pays(region: AttentionRegion, sizes: Mapping[str, int], device: Device) -> b
     if tiles.skeleton != "prefill" or tiles.visits != "bounds" or tiles.cost is None:
         return False
     own = hopper.specialised(region, tiles)
-    if len(Frame(region, own).copied) < len(pair_loads(region)):
+    frame, pairs = Frame(region, own), pair_loads(region)
+    if pairs and (len(frame.copied) < len(pairs) or frame.buffers < LEAST_BUFFERS):
         return False  # what it reads element by element takes longer than its products
     visited = visits(region, sizes, own.block_m, own.block_n).visited
     many = visited >= LEAST_TILES * -(-lengths(region, sizes).m // own.block_m)
