@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from fusecomp.ir.expr import Const, Expr, Load, Var, parts, variables
 from fusecomp.ir.region import AttentionRegion
 from fusecomp.planning.cost import FITTED, FORWARD
-from fusecomp.planning.cost_decode import DECODE, DECODE_FITTED, DECODE_REGISTERS
 from fusecomp.planning.device import Device
+from fusecomp.planning.equations import Model
 from fusecomp.planning.facts import WIDTH, Facts, Visits, facts, lengths, value, visits
 from fusecomp.planning.rates import RATES
 from fusecomp.planning.resources import ALLOCATED, compiler
@@ -22,7 +22,7 @@ class Launch:
     def __init__(self, region: AttentionRegion, sizes: Mapping[str, int], device: Device, decode: bool) -> None:
         self.region, self.sizes, self.device, self.decode = region, dict(sizes), device, decode
         self.known, self.at = facts(region), lengths(region, sizes)
-        fitted = ALLOCATED, RATES, DECODE_REGISTERS, DECODE_FITTED if decode else FITTED
+        fitted = ALLOCATED, RATES, *(_decoding()[1:] if decode else (FITTED,))
         found = of_region(self.known), of_device(device, self.known), self._of_lengths()
         self.fixed = {name: x for held in (*fitted, *found) for name, x in held.items()}
         self.describable = not decode and device.descriptors and self.known.describable
@@ -38,7 +38,7 @@ class Launch:
 
     def quantities(self, tile: Tile) -> dict[str, float]:
         """Every quantity of the pages of equations for one tile."""
-        return (DECODE if self.decode else FORWARD).evaluate(self.inputs(tile))
+        return (_decoding()[0] if self.decode else FORWARD).evaluate(self.inputs(tile))
 
     def inputs(self, tile: Tile) -> dict[str, float]:
         """A number for each symbol."""
@@ -84,6 +84,13 @@ class Launch:
         """What the range of keys varies with."""
         spans = self.known.reach
         return frozenset().union(*(variables(x.edge) for x in (*spans.lower, *spans.upper)))
+
+
+def _decoding() -> tuple[Model, dict[str, float], dict[str, float]]:
+    """The page of decoding and its constants, when first asked for: sympy takes as long for it as for all others."""
+    from fusecomp.planning.cost_decode import DECODE, DECODE_FITTED, DECODE_REGISTERS
+
+    return DECODE, DECODE_FITTED, DECODE_REGISTERS
 
 
 REGISTER_UNIT = 8
