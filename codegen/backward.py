@@ -149,8 +149,7 @@ def hopper_kernels(frame: GradientFrame, other: GradientFrame, fixed: Fixed) -> 
     }
     params = {kernel: p for kernel, (_, p) in made.items()}
     functions = hopper_backward.helpers([body for body, _ in made.values()])
-    launcher = hopper_backward_launcher.launch(frame, other, params, fixed)
-    return [*functions, hopper_backward_launcher.LAUNCH_HELPERS], launcher
+    return functions, hopper_backward_launcher.launch(frame, other, params, fixed)
 
 
 def backward_key(region: AttentionRegion, plan: BackwardPlan, learned: frozenset[str] = frozenset()) -> str:

@@ -13,16 +13,16 @@ from fusecomp.codegen.backward_frame import GradientFrame, roles
 from fusecomp.codegen.backward_launcher import parameters
 from fusecomp.codegen.copied import pair_loads
 from fusecomp.codegen.hopper_backward_skeletons import HELPERS, LAYOUTS
-from fusecomp.codegen.hopper_skeletons import IMPORTS, TANH
-from fusecomp.codegen.hopper_text import FIRST_BARRIER, in_gluon
+from fusecomp.codegen.hopper_functions import BARRIERS, IMPORTS, TANH
+from fusecomp.codegen.hopper_launch import LAUNCH_HELPERS
+from fusecomp.codegen.hopper_text import FIRST_BARRIER, block_at, in_gluon
 from fusecomp.codegen.launcher import unspecialised, wrapped
 from fusecomp.codegen.logsumexp import saved
 from fusecomp.codegen.memory import output_index
-from fusecomp.codegen.printer import triton_dtype, triton_text
+from fusecomp.codegen.printer import triton_dtype
 from fusecomp.codegen.skeletons import fill
 from fusecomp.codegen.source import names_read, tidy
 from fusecomp.codegen.tile import indented
-from fusecomp.ir.expr import Const, Expr, Var
 from fusecomp.ir.region import AttentionRegion, extent
 from fusecomp.planning.backward import BackwardPlan
 from fusecomp.planning.tile import TilePlan
@@ -73,9 +73,9 @@ def header(queries: GradientFrame, keys: GradientFrame) -> tuple[str, Lines]:
 
 
 def helpers(kernels: Sequence[str]) -> list[str]:
-    """The kernels behind the functions that they call."""
+    """The kernels between the functions that they call and those of the launcher."""
     functions = [TANH] if any("tanh(" in k for k in kernels) else []
-    return [HELPERS, *functions, *kernels]
+    return [BARRIERS, HELPERS, *functions, *kernels, LAUNCH_HELPERS]
 
 
 # ----------------------------------------------------------------------------------------------------------------
@@ -100,17 +100,6 @@ def blocks(frame: GradientFrame, kernel: str) -> dict[str, list[int]]:
     return {**found, "row": [2, 1, frame.plan.block_m]}
 
 
-def _at(frame: GradientFrame, index: Sequence[Expr], row: Var, start: str) -> str:
-    """The coordinates of a block."""
-    places = [start if e == row else triton_text(e, frame.names) for e in index[:-1]]
-    return f"[{', '.join([*map(_int32, places, index), '0'])}]"
-
-
-def _int32(place: str, e: Expr) -> str:
-    body = place if place.isidentifier() else f"({place})"
-    return place if isinstance(e, Const) or place.startswith(("q_start", "k_start")) else f"{body}.to(tl.int32)"
-
-
 def copies(frame: GradientFrame, kernel: str, names: Sequence[str]) -> Holes:
     """Where each block lies, and how its memory is seen."""
     p = frame.region.products[0]
@@ -125,7 +114,7 @@ def copies(frame: GradientFrame, kernel: str, names: Sequence[str]) -> Holes:
             found["row_at"] = f"[0, {head}, q_start]"
         else:
             source = name if name in where else name.removeprefix("d")
-            found[f"{name}_at"] = _at(frame, *where[source])
+            found[f"{name}_at"] = block_at(frame, *where[source])
         found[f"{name}_block"] = f"{name}_desc.dtype, {blocks(frame, kernel)[name]}, {name}_desc.layout"
     return found
 

@@ -11,20 +11,6 @@ from fusecomp.codegen.printer import triton_text
 from fusecomp.planning.tile import TilePlan
 
 Lines = list[str]
-LAUNCH_HELPERS = '''\
-def in_rows(x):
-    """x, copied unless a tensor descriptor can say where it lies: dense columns, the rest in whole 16 bytes."""
-    *outer, last = x.stride()
-    step = 16 // x.element_size()
-    whole = last == 1 and x.data_ptr() % 16 == 0 and not any(s % step or not s for s in outer)
-    return x if whole else x.clone(memory_format=torch.contiguous_format)
-
-
-def described(x, block, rows):
-    """A tensor descriptor of x, copied in blocks of that shape. What lies after its first `rows` reads as zeros."""
-    shape = [rows if n > 1 else size for n, size in zip(block[:-1], x.shape[:-1], strict=True)] + [x.shape[-1]]
-    return TensorDescriptor(x, shape, list(x.stride()), block, BOXES[len(block)])
-'''
 
 
 def launch(queries: GradientFrame, keys: GradientFrame, params: dict[str, list[str]], fixed: Fixed) -> Lines:

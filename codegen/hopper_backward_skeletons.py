@@ -102,11 +102,11 @@ for q_start in range(«begin», «end», BLOCK_M):
 
 KEY_STEP = '''\
 slot = count % STAGES
-copied(q_ready, count)
+copied(q_ready, count, STAGES)
 q_tile = q_smem.index(slot)
 do_tile = do_smem.index(slot)
 score = product(k_tile, q_tile, KEYS_DOWN, BLOCK_M)
-copied(do_ready, count)
+copied(do_ready, count, STAGES)
 d_p = product(v_tile, do_tile, KEYS_DOWN, BLOCK_M)
 «values»
 score = warpgroup_mma_wait(1, (score,))
@@ -196,10 +196,10 @@ def query_sums(given, group: gl.constexpr):
 
 QUERY_STEP = '''\
 slot = count % STAGES
-copied(k_ready, count)
+copied(k_ready, count, STAGES)
 k_tile = k_smem.index(slot)
 score = product(q_tile, k_tile, QUERIES_DOWN, BLOCK_N)
-copied(v_ready, count)
+copied(v_ready, count, STAGES)
 d_p = product(do_tile, v_smem.index(slot), QUERIES_DOWN, BLOCK_N)
 score = warpgroup_mma_wait(1, (score,))
 «score»
@@ -215,25 +215,6 @@ count += 1
 '''
 
 HELPERS = '''\
-@gluon.constexpr_function
-def instruction(how, threads):
-    return f"bar.{how} $1, {threads}; mov.u32 $0, 0;"
-
-
-@gluon.jit
-def barrier(how: gl.constexpr, number, threads: gl.constexpr):
-    """One of the hardware's barriers: "sync" waits until so many threads came, "arrive" comes and goes on."""
-    gl.inline_asm_elementwise(
-        instruction(how, threads), "=r,r", [gl.to_tensor(number)], dtype=gl.int32, is_pure=False, pack=1
-    )
-
-
-@gluon.jit
-def copied(ready, count):
-    """Wait for the copy of that number in a ring of STAGES."""
-    mbarrier.wait(ready.index(count % STAGES), (count // STAGES) & 1)
-
-
 @gluon.jit
 def product(left, right, layout: gl.constexpr, columns: gl.constexpr):
     """left right^T of 64 rows, under way."""

@@ -9,19 +9,6 @@ and programs take tiles of queries from a counter until none is left.
 
 from __future__ import annotations
 
-IMPORTS = """\
-from triton.experimental import gluon
-from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import (
-    fence_async_shared,
-    mbarrier,
-    tma,
-    warpgroup_mma,
-    warpgroup_mma_wait,
-)
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
-"""
-
 HALF_LAYOUT = "HALF = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, «columns», 16]))  # of a half of O"
 LAYOUTS = """\
 SCORES = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, «block_n», 16]))  # of the accumulator of S
@@ -37,25 +24,6 @@ THREADS = gl.constexpr(«threads»)  # of all warps that multiply, and the one t
 """
 
 HELPERS = '''\
-@gluon.constexpr_function
-def instruction(how, threads):
-    return f"bar.{how} $1, {threads}; mov.u32 $0, 0;"
-
-
-@gluon.jit
-def barrier(how: gl.constexpr, number, threads: gl.constexpr):
-    """One of the hardware's barriers: "sync" waits until so many threads came, "arrive" comes and goes on."""
-    gl.inline_asm_elementwise(
-        instruction(how, threads), "=r,r", [gl.to_tensor(number)], dtype=gl.int32, is_pure=False, pack=1
-    )
-
-
-@gluon.jit
-def copied(ready, count, stages: gl.constexpr):
-    """Wait for the copy of that number in a ring of so many."""
-    mbarrier.wait(ready.index(count % stages), (count // stages) & 1)
-
-
 @gluon.jit
 def sums(p):
     """Of each row, four sums: one for each thread that holds a part of it."""
@@ -92,13 +60,6 @@ def hand(next_smem, slot, value):
 @gluon.jit
 def handed(next_smem, slot):
     return gl.max(next_smem.index(slot).load(gl.BlockedLayout([1], [32], [4], [0])), axis=0)
-'''
-
-TANH = '''\
-@gluon.jit
-def tanh(x):
-    """The device's own, with a relative error of up to 2^-11 (PTX ISA, tanh.approx.f32)."""
-    return gl.inline_asm_elementwise("tanh.approx.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1)
 '''
 
 PRODUCE = '''\

@@ -12,6 +12,7 @@ from fusecomp.codegen.base2 import may_be_minus_inf
 from fusecomp.codegen.copied import COLUMNS
 from fusecomp.codegen.frame import Frame
 from fusecomp.codegen.hopper import GROUP_ROWS, REGISTERS, blocks, expresses, holds_q
+from fusecomp.codegen.hopper_functions import BARRIERS, IMPORTS, TANH
 from fusecomp.codegen.hopper_launch import LAUNCH_HELPERS, launch
 from fusecomp.codegen.hopper_skeletons import (
     ATTENTION,
@@ -19,12 +20,10 @@ from fusecomp.codegen.hopper_skeletons import (
     HALF_LAYOUT,
     HELD,
     HELPERS,
-    IMPORTS,
     LAYOUTS,
     PRODUCE,
     STEP,
     STORE,
-    TANH,
 )
 from fusecomp.codegen.launcher import parameters, unspecialised, wrapped
 from fusecomp.codegen.logsumexp import store_lse
@@ -66,7 +65,7 @@ def hopper(frame: Frame, saves_lse: bool = False) -> tuple[str, list[str]]:
     helpers = fill(HELPERS, {"length": length, "m": triton_text(frame.q_idx.size, frame.names)})
     attention, params = _attention(frame, produced, consumed)
     functions = [TANH] if "tanh" in names_read(consume) else []
-    texts = [helpers, *functions, produce, consume, attention, LAUNCH_HELPERS]
+    texts = [BARRIERS, helpers, *functions, produce, consume, attention, LAUNCH_HELPERS]
     return in_gluon("\n\n\n".join(t.strip() for t in texts)), launch(frame, params, saves_lse)
 
 
@@ -106,7 +105,7 @@ def _function(frame: Frame, skeleton: str, own: Sequence[str], holes: Holes) -> 
     return text.replace("    given = given\n", "    " + "\n    ".join(opened) + " = given\n", 1), given
 
 
-def _at(frame: Frame, index: Sequence[Expr], row: Var, start: str, column: int = 0) -> str:
+def block_at(frame: Frame, index: Sequence[Expr], row: Var, start: str, column: int = 0) -> str:
     """The coordinates of a block."""
     places = []
     for e in index[:-1]:
@@ -126,7 +125,7 @@ def _copies(frame: Frame) -> Holes:
         ("k", product.k, frame.kv_idx, "k_start"),
         ("v", region.v, frame.kv_idx, "k_start"),
     ):
-        found[f"{name}_at"] = _at(frame, a.index, row, start)
+        found[f"{name}_at"] = block_at(frame, a.index, row, start)
         found[f"{name}_block"] = _reinterpreted(frame, name)
     found["copy_pairs"] = pairs.copies(frame, lambda x: _pair_at(frame, x))
     return found
@@ -134,7 +133,7 @@ def _copies(frame: Frame) -> Holes:
 
 def _pair_at(frame: Frame, x: Load) -> str:
     """The coordinates of a block of pairs."""
-    outer = _at(frame, x.index[:-1], frame.q_idx, "").removesuffix("0]")
+    outer = block_at(frame, x.index[:-1], frame.q_idx, "").removesuffix("0]")
     return f"{outer}q_start + group * 64, k_start]"
 
 
@@ -218,7 +217,7 @@ def _store(frame: Frame) -> Lines:
     if len(halves) == 2:
         lines.append(f"left, right = o.reshape([{GROUP_ROWS}, 2, {COLUMNS}]).permute((0, 2, 1)).split()")
     for i, half in enumerate(halves):
-        at = _at(frame, index, frame.q_idx, start, i * COLUMNS)
+        at = block_at(frame, index, frame.q_idx, start, i * COLUMNS)
         lines += fill(STORE, {"o": half, "o_at": at, "o_block": _reinterpreted(frame, "out")}).splitlines()
     return lines
 

@@ -22,7 +22,7 @@ from fusecomp.planning.backward import backward_plan
 
 QKV = frozenset({"q", "k", "v"})
 HAS = {
-    **{name: region for name, region in EXPRESSED.items() if name not in ("bias", "large heads")},
+    **{name: region for name, region in EXPRESSED.items() if not name.startswith(("bias", "large"))},
     "keys that a window behind sees too": half(SCALED, apply("lt", age, Const(200)), apply("gt", age, Const(-77))),
     "soft cap in bfloat16": half(CAPPED, causal, d=128),
     "log-sum-exp": half(SCALED, causal, lse=True),
@@ -30,7 +30,7 @@ HAS = {
 SINK = EXPRESSED["sink"]
 NOT = {
     "a sink that learns": (SINK, QKV | {"load0"}),
-    "a bias that may be -inf, of which two numbers a row are saved": (EXPRESSED["bias"], QKV),
+    "a number for each pair": (next(r for name, r in EXPRESSED.items() if name.startswith("bias")), QKV),
     "another head size": (half(d=80), QKV),
     "large heads": (EXPRESSED["large heads"], QKV),
 }

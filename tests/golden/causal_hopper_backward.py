@@ -66,9 +66,9 @@ def barrier(how: gl.constexpr, number, threads: gl.constexpr):
 
 
 @gluon.jit
-def copied(ready, count):
-    """Wait for the copy of that number in a ring of STAGES."""
-    mbarrier.wait(ready.index(count % STAGES), (count // STAGES) & 1)
+def copied(ready, count, stages: gl.constexpr):
+    """Wait for the copy of that number in a ring of so many."""
+    mbarrier.wait(ready.index(count % stages), (count // stages) & 1)
 
 
 @gluon.jit
@@ -221,10 +221,10 @@ def query_sums(given, group: gl.constexpr):
     count = 0
     for k_start in range(0, full_end, BLOCK_N):
         slot = count % STAGES
-        copied(k_ready, count)
+        copied(k_ready, count, STAGES)
         k_tile = k_smem.index(slot)
         score = product(q_tile, k_tile, QUERIES_DOWN, BLOCK_N)
-        copied(v_ready, count)
+        copied(v_ready, count, STAGES)
         d_p = product(do_tile, v_smem.index(slot), QUERIES_DOWN, BLOCK_N)
         score = warpgroup_mma_wait(1, (score,))
         p = gl.exp2(score * SCALE - lse)
@@ -239,10 +239,10 @@ def query_sums(given, group: gl.constexpr):
 
     for k_start in range(full_end, k_end, BLOCK_N):
         slot = count % STAGES
-        copied(k_ready, count)
+        copied(k_ready, count, STAGES)
         k_tile = k_smem.index(slot)
         score = product(q_tile, k_tile, QUERIES_DOWN, BLOCK_N)
-        copied(v_ready, count)
+        copied(v_ready, count, STAGES)
         d_p = product(do_tile, v_smem.index(slot), QUERIES_DOWN, BLOCK_N)
         score = warpgroup_mma_wait(1, (score,))
         kv = k_start + n
@@ -410,11 +410,11 @@ def key_sums(given, group: gl.constexpr):
     full_begin = gl.cdiv(gl.maximum(k_last, q_begin), BLOCK_M) * BLOCK_M
     for q_start in range(q_begin, gl.minimum(full_begin, M), BLOCK_M):
         slot = count % STAGES
-        copied(q_ready, count)
+        copied(q_ready, count, STAGES)
         q_tile = q_smem.index(slot)
         do_tile = do_smem.index(slot)
         score = product(k_tile, q_tile, KEYS_DOWN, BLOCK_M)
-        copied(do_ready, count)
+        copied(do_ready, count, STAGES)
         d_p = product(v_tile, do_tile, KEYS_DOWN, BLOCK_M)
         q_idx = q_start + m[None, :]
         score = warpgroup_mma_wait(1, (score,))
@@ -435,11 +435,11 @@ def key_sums(given, group: gl.constexpr):
 
     for q_start in range(full_begin, M, BLOCK_M):
         slot = count % STAGES
-        copied(q_ready, count)
+        copied(q_ready, count, STAGES)
         q_tile = q_smem.index(slot)
         do_tile = do_smem.index(slot)
         score = product(k_tile, q_tile, KEYS_DOWN, BLOCK_M)
-        copied(do_ready, count)
+        copied(do_ready, count, STAGES)
         d_p = product(v_tile, do_tile, KEYS_DOWN, BLOCK_M)
         q_idx = q_start + m[None, :]
         score = warpgroup_mma_wait(1, (score,))
@@ -509,9 +509,10 @@ def key_gradients(
 def in_rows(x):
     """x, copied unless a tensor descriptor can say where it lies: dense columns, the rest in whole 16 bytes."""
     *outer, last = x.stride()
-    step = 16 // x.element_size()
-    whole = last == 1 and x.data_ptr() % 16 == 0 and not any(s % step or not s for s in outer)
-    return x if whole else x.clone(memory_format=torch.contiguous_format)
+    step, columns = 16 // x.element_size(), x.shape[-1]
+    if last == 1 and x.data_ptr() % 16 == 0 and not any(s % step or not s for s in outer):
+        return x
+    return x.new_empty(*x.shape[:-1], columns + -columns % step)[..., :columns].copy_(x)
 
 
 def described(x, block, rows):
