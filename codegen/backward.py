@@ -174,7 +174,7 @@ def row_products(frame: GradientFrame) -> tuple[str, list[str]]:
         "fixed": fixed_loads(frame),
         "output": output,
         "first_row": queries.first_row(plain),
-        "delta": queries.delta(plain, frame.may_be_empty),
+        "delta": queries.delta(plain, frame.may_be_empty, frame.may_be_hidden),
     }
     if frame.plan.consumers:
         holes |= {"lse": log_sums(frame, "rows", ""), "stored": stored_rows(plain)}
@@ -190,7 +190,7 @@ def query_gradient(frame: GradientFrame) -> tuple[str, list[str]]:
         "rows": query_rows(frame),
         "columns": columns(frame),
         "fixed": fixed_loads(frame),
-        "query": query_tiles(frame),
+        "query": query_tiles(frame, whole=True),
         "values": queries.query_values(frame),
         "pointers": tile_pointers(frame),
         "accs": queries.accumulators(frame),
@@ -243,7 +243,7 @@ def pair_gradient(frame: GradientFrame, leaf: Leaf) -> tuple[str, list[str]]:
         "sum": [f"{leaf.name}_sum = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)"],
         "member": pairs.member(frame, leaf),
         "fixed": fixed_loads(frame),
-        "query": query_tiles(frame),
+        "query": query_tiles(frame, whole=True),
         "values": queries.query_values(frame),
         "pointers": tile_pointers(frame),
         "key_range": key_range(frame),

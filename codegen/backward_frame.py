@@ -16,7 +16,7 @@ from functools import cached_property
 from fusecomp.codegen.base2 import Exponent, exponent, scaled
 from fusecomp.codegen.cheaper import cheaper
 from fusecomp.codegen.derivative import ONE, derivative, factored
-from fusecomp.codegen.frame import Frame, merged
+from fusecomp.codegen.frame import Frame, may_be_minus_inf, merged
 from fusecomp.codegen.printer import Names
 from fusecomp.codegen.values import Values, element_values
 from fusecomp.errors import KernelError
@@ -132,8 +132,8 @@ class GradientFrame(Frame):
 
     @cached_property
     def exponent(self) -> Exponent:
-        found = exponent(self.shared(self.raw), self.moving)
-        natural = self.beside is not None or exponent(self.score, self.moving).natural
+        found = exponent(self.shared(self.raw), self.moving, self.region.exact)
+        natural = self.beside is not None or exponent(self.score, self.moving, self.region.exact).natural
         return Exponent(self.shared(self.raw), 1.0, True) if natural else found
 
     @cached_property
@@ -201,6 +201,12 @@ class GradientFrame(Frame):
         """Whether some row may see no key."""
         filled = self.rescue is not None or self.beside is not None
         return not filled and self.region.sink is None and replace_skeleton(self).needs_pivot
+
+    @cached_property
+    def may_be_hidden(self) -> bool:
+        """Whether such a row is one that the mask fills with -inf: its scores have no gradient, though O is NaN."""
+        filled = any(map(may_be_minus_inf, parts(self.raw)))
+        return self.may_be_empty and self.region.empty_row == "nan" and not filled
 
     # ------------------------------------------------------------------------------------------------------------
     # Keys: the axes that dK and dV have, and those they sum over

@@ -6,7 +6,7 @@ from fusecomp.codegen.address import Address, address, at_tile, sum_text
 from fusecomp.codegen.backward_frame import GradientFrame
 from fusecomp.codegen.backward_tile import rounded, scaled_by
 from fusecomp.codegen.frame import Chunk
-from fusecomp.codegen.memory import converted, output_index, widened
+from fusecomp.codegen.memory import converted, output_index, varies, widened
 from fusecomp.codegen.printer import Names, triton_text
 from fusecomp.errors import KernelError
 from fusecomp.ir.expr import Expr, Load, Var, variables
@@ -89,7 +89,8 @@ def query_pointers(frame: GradientFrame) -> Lines:
         lines.append(f"{stem}_base = {' + '.join([f'{_operand(frame, stem)}_ptr', *_sum(frame, found.base)])}")
         for c in chunks:
             places = frame.names.having({frame.q_idx: "m[:, None]", d: f"{c.d}[None, :]"})
-            lines.append(f"{stem}_offsets{c.part} = {sum_text(found.offsets, places, wide=False)}")
+            same = "" if varies(found, frame.q_idx) else "0 * m[:, None] + "
+            lines.append(f"{stem}_offsets{c.part} = {same}{sum_text(found.offsets, places, wide=False)}")
     return lines
 
 

@@ -57,20 +57,24 @@ def output_tiles(frame: GradientFrame, operand: str, stem: str, cast: bool) -> L
     return lines
 
 
-def delta(frame: GradientFrame, may_be_empty: bool) -> Lines:
+def delta(frame: GradientFrame, may_be_empty: bool, may_be_hidden: bool) -> Lines:
     """delta = sum over dv of O dO, less dlse, for dlse/dS = P."""
     terms = [f"tl.sum({c.name('o_tile')} * {c.name('do_tile')}, axis=1)" for c in frame.dv_chunks]
     stored, less = stored_rows(frame), frame.region.lse
-    lines = [f"d_lse = tl.load(grad_lse_ptr + rows, mask={stored}, other=0.0)"] if less else []
-    if less and may_be_empty:
-        at = "lse_ptr + 2 * rows" if frame.exponent.natural else "lse_ptr + rows"
+    lines = [f"delta = {' + '.join(terms)}"]
+    if less:
+        lines.append(f"d_lse = tl.load(grad_lse_ptr + rows, mask={stored}, other=0.0)")
+    if may_be_hidden or (less and may_be_empty):
+        at = "lse_ptr + 2 * rows" if saved(frame.region) else "lse_ptr + rows"
         lines.append(f"lse = tl.load({at}, mask={stored})")
+    if less and may_be_empty:
         lines.append('d_lse = tl.where(lse == float("-inf"), 0.0, d_lse)  # of a row that saw no key it may be NaN')
-    return [
-        f"delta = {' + '.join(terms)}",
-        *lines,
-        *(["delta -= tl.sum(d_lse, axis=1)"] if less else []),
-    ]
+    if less:
+        lines.append("delta -= tl.sum(d_lse, axis=1)")
+    if may_be_hidden:
+        lines.append("# A row that saw no key has a NaN in O, but its scores were filled: they have no gradient")
+        lines.append('delta = tl.where(tl.sum(lse, axis=1) == float("-inf"), 0.0, delta)')
+    return lines
 
 
 def store_delta(frame: GradientFrame) -> str:
@@ -187,7 +191,7 @@ def store(frame: GradientFrame) -> Lines:
             live = f"({live}) & ({c.d}[None, :] < {c.limit})" if c.limit else live
             value = scaled_by(c.name("dq_acc"), frame.factor_of(t))
             value = rounded(value if " " not in value else f"({value})", frame.region.operand(product.q.operand).dtype)
-            pointer = " + ".join([base, *row_offsets(frame, a, {product.d: f"{c.d}[None, :]"})])
+            pointer = " + ".join([base, *row_offsets(frame, a, {product.d: f"{c.d}[None, :]"}, whole=True)])
             lines.append(f"tl.store({pointer}, {value}, mask={live})")
     for leaf in frame.summed_along("queries"):
         value = scaled_by(f"{leaf.name}_sum[:, None]", leaf.factor)

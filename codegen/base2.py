@@ -4,7 +4,8 @@
 
 The factor is folded into the constants of S, so that a plain scale costs one multiply-add an element. A score that may
 hold the largest finite float (an additive mask, a finite fill) would overflow under the factor: there the maximum is
-subtracted first, exp2(log2(e) (score - max score)).
+subtracted first, exp2(log2(e) (score - max score)). So it is where products are exact in float32: large scores cancel
+in the difference without a rounding, forward and backward, where eager's do.
 """
 
 from __future__ import annotations
@@ -33,9 +34,10 @@ class Exponent:
     """The row maximum is in natural units: differences are multiplied by log2(e)."""
 
 
-def exponent(score: Expr, moving: frozenset[str]) -> Exponent:
-    """How softmax(score) is written with exp2; `moving` names the indices that vary inside a tile."""
-    if overflows(score, moving):
+def exponent(score: Expr, moving: frozenset[str], exact: bool = False) -> Exponent:
+    """How softmax(score) is written with exp2; `moving` names the indices that vary inside a tile, `exact`: of float32
+    products."""
+    if exact or overflows(score, moving):
         return Exponent(score, 1.0, True)
     core, scale = peel(score)
     if scale == 1.0 and _has_inner_constant(core):

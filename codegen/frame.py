@@ -125,13 +125,15 @@ class Frame:
 
     @cached_property
     def exponent(self) -> Exponent:
-        return exponent(self.score, self.moving)
+        return exponent(self.score, self.moving, self.region.exact)
 
     @cached_property
     def filled(self) -> Exponent | None:
         """The same for the second pass over rows that see no key; None where no row needs it."""
         e = self.region.filled_score
-        return exponent(self.packed(cheaper(merged(e, self.summed))), self.moving) if e is not None else None
+        if e is None:
+            return None
+        return exponent(self.packed(cheaper(merged(e, self.summed))), self.moving, self.region.exact)
 
     @cached_property
     def weight(self) -> Expr | None:

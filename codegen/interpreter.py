@@ -13,7 +13,7 @@ def interpreting() -> bool:
 
 def teach() -> None:
     """What generated kernels use and the interpreter has not."""
-    teach_bfloat16()
+    teach_products()
     teach_rounding()
     teach_overlap()
 
@@ -25,19 +25,25 @@ def teach_overlap() -> None:
     tl.extra.cuda.gdc_wait = tl.extra.cuda.gdc_launch_dependents = lambda: None
 
 
-def teach_bfloat16() -> None:
-    """Let `tl.dot` multiply bfloat16 numbers: the interpreter holds them as uint16 and would multiply those."""
+def teach_products() -> None:
+    """Let `tl.dot` multiply bfloat16 numbers, which the interpreter holds as uint16 and would multiply as those; and
+    let Q K^T be the transpose of K Q^T, as it is where a thread adds up one score: NumPy's order of summation differs,
+    and a score of 60 that forward and backward do not agree about costs a gradient all but five digits."""
     from triton.runtime import interpreter
 
     builder: Any = interpreter.InterpreterBuilder
     original = builder.create_dot
-    if getattr(original, "knows_bfloat16", False):
+    if getattr(original, "multiplies", False):
         return
 
-    def create_dot(self: Any, a: Any, b: Any, *rest: Any) -> Any:
-        return original(self, _in_float32(interpreter, a), _in_float32(interpreter, b), *rest)
+    def create_dot(self: Any, a: Any, b: Any, d: Any, *rest: Any) -> Any:
+        a, b = _in_float32(interpreter, a), _in_float32(interpreter, b)
+        if not (a.dtype.is_floating() and a.dtype.primitive_bitwidth > 8 and b.dtype == a.dtype):
+            return original(self, a, b, d, *rest)
+        product = (a.data.astype(float) @ b.data.astype(float)).astype(d.data.dtype)
+        return interpreter.TensorHandle(product + d.data, d.dtype.scalar)
 
-    create_dot.knows_bfloat16 = True  # type: ignore[attr-defined]
+    create_dot.multiplies = True  # type: ignore[attr-defined]
     builder.create_dot = create_dot
 
 

@@ -21,7 +21,8 @@ Lines = list[str]
 def saved(region: AttentionRegion) -> tuple[int, ...]:
     """The dimensions of what is saved after [batch axes, M]."""
     moving = frozenset(v.name for v in (region.q_idx, region.kv_idx, region.dv, *(p.d for p in region.products)))
-    return (2,) if region.filled_score is not None or exponent(merged(region.score), moving).natural else ()
+    natural = exponent(merged(region.score), moving, region.exact).natural
+    return (2,) if region.filled_score is not None or natural else ()
 
 
 def natural_max(e: Exponent, row_max: str = "row_max") -> str:

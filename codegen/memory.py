@@ -45,13 +45,20 @@ def row_base(frame: Frame, a: Address) -> Lines:
     return _sum(frame, {**a.base, **start})
 
 
-def row_offsets(frame: Frame, a: Address, columns: dict[Expr, str]) -> Lines:
-    """The place inside a query tile."""
+def row_offsets(frame: Frame, a: Address, columns: dict[Expr, str], whole: bool = False) -> Lines:
+    """The place inside a query tile. `whole`: a tile has all its rows, be they the same."""
     places = frame.names.having({frame.q_idx: "q_row", **columns})
+    same = whole and not varies(a, frame.q_idx)
     return [
+        *(["0 * q_row"] if same else []),
         *([sum_text(a.offsets, places, wide=False)] if a.offsets else []),
         *([sum_text(a.rows, frame.names.having(columns), wide=True)] if a.rows else []),
     ]
+
+
+def varies(a: Address, v: Var) -> bool:
+    """Whether an address differs along an index of the tile."""
+    return any(v.name in variables(f) for m in (*a.offsets, *a.rows) for f in m)
 
 
 def _sum(frame: Frame, p: Poly) -> Lines:
@@ -72,15 +79,15 @@ def _only(frame: Frame, a: Access, *allowed: Var) -> tuple[Expr, ...]:
 # Q, K, V, O
 
 
-def query_tiles(frame: Frame) -> Lines:
-    """q_tile [BLOCK_M, D] of each product and chunk."""
+def query_tiles(frame: Frame, whole: bool = False) -> Lines:
+    """q_tile [BLOCK_M, D] of each product and chunk; [1, D] where all queries are the same, unless it is to be whole."""
     lines = []
     for t, product in enumerate(frame.region.products):
         a = _row_address(frame, product.q.operand, _only(frame, product.q, *frame.row_axes, product.d))
         base = f"q{t or ''}_base"
         lines.append(f"{base} = {' + '.join([f'{product.q.operand}_ptr', *row_base(frame, a)])}")
         for c in frame.d_chunks(t):
-            pointer = " + ".join([base, *row_offsets(frame, a, {product.d: f"{c.d}[None, :]"})])
+            pointer = " + ".join([base, *row_offsets(frame, a, {product.d: f"{c.d}[None, :]"}, whole)])
             mask = f", mask={c.d}[None, :] < {c.limit}, other=0.0" if c.limit else ""
             cast = converted(frame, product.q.operand, product.dtype)
             lines.append(f"{c.name('q_tile')} = tl.load({pointer}{mask}){cast}  # [BLOCK_M, {c.size}]")

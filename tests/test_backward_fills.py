@@ -33,8 +33,10 @@ from test_codegen import normal
 from fusecomp.codegen.backward import emit_backward
 from fusecomp.codegen.compiled import cross_compile
 from fusecomp.codegen.emit import emit
+from fusecomp.codegen.logsumexp import saved
 from fusecomp.ir.algebra import apply
 from fusecomp.ir.expr import Const, Expr
+from fusecomp.ir.reference import evaluate
 from fusecomp.ir.region import AttentionRegion
 from fusecomp.planning.backward import backward_plan
 
@@ -63,6 +65,24 @@ def test_rows_filled_with_minus_infinity_take_no_part(interpreter: Interpreter) 
     found, *_ = interpreter.launch(source, grads, out, normal(2, 3, 23, 16), lse, inputs, lengths)
     assert all(x.isfinite().all() for x in found[:3])
     assert not found[0][:, :, [3, 20]].any()
+
+
+def test_rows_that_a_mask_hides_have_no_gradient(interpreter: Interpreter) -> None:
+    """Eager's O is NaN there, but the fill cuts what flows back to Q and K; V's gradient is that of the other rows."""
+    region = attention(scaled_score, load(0, q_idx, kv_idx, dtype="bool"), loads=[((M, N), "bool")])
+    keep = normal(23, 37) > 0
+    keep[3], keep[20] = False, False
+    agree(interpreter, region, [*qkv(16), keep], SIZES, wanted=("q", "k"))
+    args, lengths, grad_out = [*qkv(16), keep], list(SIZES.values()), normal(2, 3, 23, 16)
+    out, lse = torch.empty(2, 3, 23, 16), torch.empty(2, 3, 23, *saved(region))
+    out, *_, lse = interpreter.launch(emit(region, tiles(region), saves_lse=True), out, args, lengths, lse)
+    assert out[:, :, 3].isnan().all()
+    grads = [*(torch.full_like(x, torch.nan) for x in args[:3]), None]
+    found, *_ = interpreter.launch(emit_backward(region, small(region)), grads, out, grad_out, lse, args, lengths)
+    v = args[2].double().requires_grad_()
+    others = evaluate(replace(region, empty_row="zero"), [*args[:2], v, keep], SIZES)
+    (expected,) = torch.autograd.grad(others, v, grad_out.double())
+    torch.testing.assert_close(found[2].double(), expected, rtol=1e-5, atol=1e-5)
 
 
 # ----------------------------------------------------------------------------------------------------------------

@@ -124,6 +124,14 @@ def test_positions_in_float_arithmetic_are_not_converted_per_element() -> None:
     assert triton_text(e, names) == "(kv_pos - q_pos) * slope"
 
 
+def test_large_scores_cancel_before_they_are_scaled_where_products_are_exact() -> None:
+    assert exponent(scaled_score, MOVING, exact=True).natural
+    region = attention(scaled_score)
+    assert [replace(region, precision=p).exact for p in ("ieee", "tf32")] == [True, False]
+    half = replace(region, products=(replace(region.products[0], dtype="float16"),))
+    assert not half.exact
+
+
 def test_a_scale_is_folded_into_the_exponential() -> None:
     found = exponent(scaled_score, MOVING)
     assert (found.score, found.natural) == (score, False)

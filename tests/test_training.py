@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from corpus import dense, learned, score
+from corpus import dense, idioms, learned, masked, score, spelled
 from test_corpus import interpret, options, score_name
 
+import fusecomp
 from fusecomp.errors import KernelError
 from fusecomp.running import lower, operator
 from fusecomp.running.lower import Lowered
@@ -63,6 +64,22 @@ def test_kernels_in_the_interpreter() -> None:
     only = "bias_of_each_head,t5_buckets,sinks,swin_temperature,bert_padding,packed_projection,in_place,zeroed"
     out = interpret("--train", "--file", learned.__file__, "--only", only)
     assert "wrong 0, errors 0" in out
+
+
+def test_verification_does_not_turn_good_kernels_down() -> None:
+    """For a row of its random inputs that sees no key, norms near 0, large scores that forward and backward add up in
+    another order; nor does a query without an axis."""
+    files = [x for table in (dense, masked, spelled) for x in ("--file", str(table.__file__))]
+    only = "documents_of_different,padding_vector_by_index,cosine_scores,learned_per_head_scale,one_query"
+    assert "wrong 0, errors 0 of 8; fused 8 of 8" in interpret("--train", *files, "--only", only)
+
+
+def test_numbers_made_of_integers_stay_in_the_reference() -> None:
+    """Else a mask of positions in bfloat16 is another in float64, and a kernel may be as far off as the two are."""
+    case = next(c for c in idioms.CASES if c.name == "positions_in_bfloat16")
+    torch._dynamo.reset()
+    (entry,) = fusecomp.explain(case.fn, *case.make_args(torch.float32)).entries
+    assert "of 3.8e-06 allowed" in entry.verdict
 
 
 @pytest.mark.slow

@@ -121,6 +121,11 @@ class AttentionRegion:
         return next(o for o in self.operands if o.name == name)
 
     @property
+    def exact(self) -> bool:
+        """Whether scores come from products in float32 that are not rounded on the way."""
+        return self.precision == "ieee" and all(p.dtype == "float32" for p in self.products)
+
+    @property
     def loads(self) -> tuple[Operand, ...]:
         """The operands other than Q, K and V: biases, masks, lengths, tables, sinks."""
         held = {a.operand for p in self.products for a in (p.q, p.k)} | {self.v.operand}

@@ -19,6 +19,7 @@ Example = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]
 """(shape, strides, dtype) of one operand."""
 MASKED = 0.2
 """The part of a mask that is False, and of a tensor compared with a number that is that number."""
+OFF_ZERO = 0.5
 FEW = range(5)
 """Of integer keys: in large ones, one score stands above all others, and a rounding may make it another's."""
 HIGHEST_START = 4
@@ -36,13 +37,14 @@ def draw(
     """One random tensor per operand. Integers reach from 0 to N, or less far where they index a tensor and would leave
     it; from 1 on where 0 does too. Raises VerificationError where no such integers are found."""
     names, most = [o.name for o in region.operands], max([*sizes.values(), 2]) + 1
-    compared, truths = dict(compared_with(region)), frozenset(complemented(region))
+    compared, truths, far = dict(compared_with(region)), frozenset(complemented(region)), frozenset(divisors(region))
     quantised = {a.operand for p in region.products for a in (p.k, region.v)}
     spans = {n: FEW if n in quantised else range(most) for n in names}
     while True:
         generator = torch.Generator(device=device).manual_seed(seed)
         tensors = [_draw(e, spans[n], compared.get(n), generator, device) for n, e in zip(names, examples, strict=True)]
         tensors = [truth(x, generator) if n in truths else x for n, x in zip(names, tensors, strict=True)]
+        tensors = [off_zero(x) if n in far else x for n, x in zip(names, tensors, strict=True)]
         wild = leaving(region, tensors, sizes)
         if not wild:
             return hidden(region, tensors)
@@ -87,6 +89,14 @@ def truth(x: Tensor, generator: torch.Generator) -> Tensor:
     return x
 
 
+def off_zero(x: Tensor) -> Tensor:
+    """Floats moved away from 0: a norm or a temperature is not near it, and quotients by what is have large errors."""
+    own = x.as_strided((1 + sum((n - 1) * s for n, s in zip(x.shape, x.stride(), strict=True)),), (1,))
+    if x.is_floating_point() and own.numel():
+        own += torch.where(own < 0, -OFF_ZERO, OFF_ZERO)
+    return x
+
+
 def hidden(region: AttentionRegion, tensors: list[Tensor]) -> list[Tensor]:
     """The same with whole blocks of the masks alike, so that tiles that are skipped, or read no mask, are drawn too."""
     added = {x.tensor for x in data.added(region)}
@@ -118,6 +128,15 @@ def complemented(region: AttentionRegion) -> Iterator[str]:
             match x:
                 case Apply("sub", (Const(1 | 1.0), Load(tensor) | Cast(Load(tensor)))):
                     yield tensor
+
+
+def divisors(region: AttentionRegion) -> Iterator[str]:
+    """The operands that something is divided by."""
+    for e in region.expressions():
+        for x in parts(e):
+            match x:
+                case Apply("div" | "rsqrt", (*_, y)):
+                    yield from loads_of(y)
 
 
 def leaving(region: AttentionRegion, tensors: Sequence[Tensor], sizes: Mapping[str, int]) -> set[str]:

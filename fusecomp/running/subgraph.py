@@ -21,8 +21,9 @@ def run_original(
 ) -> Tensor:
     """O, or another `result`, from the nodes as the user wrote them, on `inputs` (in region.operands order).
 
-    With `dtype`, every floating-point tensor and cast of the path becomes that dtype instead. A tensor off the path
-    lends only its shape; it stands as zeros.
+    With `dtype`, every floating-point tensor and cast of the path becomes that dtype instead; but numbers that are made
+    of integers are made as written, in bfloat16 with a gap between 256 and 258. A tensor off the path lends only its
+    shape; it stands as zeros.
     """
     env: dict[Node, Any] = {n: _as(x, dtype) for n, x in zip(match.inputs, inputs, strict=True)}
     device = inputs[0].device
@@ -46,6 +47,8 @@ def run_original(
             args = _in_dtype(args, node.meta["val"].dtype)
         if op_name(node) == "detach_":
             return args[0].detach()
+        if dtype is not None and not any(map(floating, torch.utils._pytree.tree_leaves((args, kwargs)))):
+            return _as(node.target(*args, **kwargs), dtype)  # type: ignore[operator]
         return node.target(*_retyped(args, dtype, node), **_retyped(kwargs, dtype, node))  # type: ignore[operator]
 
     result = result or match.output
@@ -119,8 +122,12 @@ def seen(source: SizeSource) -> int:
     return int(concrete(source.meta["val"] if isinstance(source, Node) else source))
 
 
+def floating(x: Any) -> bool:
+    return isinstance(x, Tensor) and x.is_floating_point()
+
+
 def _as(x: Any, dtype: torch.dtype | None) -> Any:
-    return x.to(dtype) if dtype is not None and isinstance(x, Tensor) and x.is_floating_point() else x
+    return x.to(dtype) if dtype is not None and floating(x) else x
 
 
 def _retyped(args: Any, dtype: torch.dtype | None, node: Node) -> Any:

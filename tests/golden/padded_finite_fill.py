@@ -26,7 +26,7 @@ import triton.language as tl
 
 BLOCK_M = tl.constexpr(64)  # query rows of a tile
 BLOCK_N = tl.constexpr(32)  # keys of a tile
-SCALE = tl.constexpr(0.36067376022224085)  # log2(e) * 0.25
+LOG2E = tl.constexpr(1.4426950408889634)  # log2(e)
 
 
 @triton.jit(do_not_specialize=["H", "M", "N"])
@@ -68,10 +68,12 @@ def attention(
         k_tile = tl.load(k_base + key * k_stride_2 + k_offsets)  # [16, BLOCK_N]
         score = tl.dot(q_tile, k_tile, input_precision="ieee")  # [BLOCK_M, BLOCK_N]
 
-        new_max = tl.maximum(row_max, tl.max(score, axis=1) * SCALE)
+        score = score * 0.25
+
+        new_max = tl.maximum(row_max, tl.max(score, axis=1))
         pivot = tl.where(new_max == float("-inf"), 0.0, new_max)  # finite in a row that has seen no key yet
-        p = tl.exp2(score * SCALE - pivot[:, None])
-        rescale = tl.exp2(row_max - pivot)
+        p = tl.exp2((score - pivot[:, None]) * LOG2E)
+        rescale = tl.exp2((row_max - pivot) * LOG2E)
         row_sum = row_sum * rescale + tl.sum(p, axis=1)
         row_max = new_max
 
@@ -86,12 +88,13 @@ def attention(
         k_tile = tl.load(k_base + key * k_stride_2 + k_offsets, mask=live[None, :], other=0.0)  # [16, BLOCK_N]
         score = tl.dot(q_tile, k_tile, input_precision="ieee")  # [BLOCK_M, BLOCK_N]
 
+        score = score * 0.25
         score = tl.where(live[None, :], score, float("-inf"))
 
-        new_max = tl.maximum(row_max, tl.max(score, axis=1) * SCALE)
+        new_max = tl.maximum(row_max, tl.max(score, axis=1))
         pivot = tl.where(new_max == float("-inf"), 0.0, new_max)  # finite in a row that has seen no key yet
-        p = tl.exp2(score * SCALE - pivot[:, None])
-        rescale = tl.exp2(row_max - pivot)
+        p = tl.exp2((score - pivot[:, None]) * LOG2E)
+        rescale = tl.exp2((row_max - pivot) * LOG2E)
         row_sum = row_sum * rescale + tl.sum(p, axis=1)
         row_max = new_max
 
@@ -99,7 +102,7 @@ def attention(
         acc = tl.dot(p, v_tile, acc * rescale[:, None], input_precision="ieee")
 
     # Rows that see no key, or only keys near the fill, take part in every key
-    unseen = row_max <= -721347520.4444817
+    unseen = row_max <= -500000000.0
     if tl.max(unseen.to(tl.int32), axis=0) > 0:
         seen_sum, seen_acc = row_sum, acc
         row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
@@ -113,13 +116,13 @@ def attention(
             k_tile = tl.load(k_base + key * k_stride_2 + k_offsets, mask=live[None, :], other=0.0)  # [16, BLOCK_N]
             score = tl.dot(q_tile, k_tile, input_precision="ieee")  # [BLOCK_M, BLOCK_N]
 
-            score = tl.where(kv_idx < load0_value, score * 0.36067376022224085, -1442695040.8889635)
+            score = tl.where(kv_idx < load0_value, score * 0.25, -1000000000.0)
             score = tl.where(live[None, :], score, float("-inf"))
 
             new_max = tl.maximum(row_max, tl.max(score, axis=1))
             pivot = tl.where(new_max == float("-inf"), 0.0, new_max)  # finite in a row that has seen no key yet
-            p = tl.exp2(score - pivot[:, None])
-            rescale = tl.exp2(row_max - pivot)
+            p = tl.exp2((score - pivot[:, None]) * LOG2E)
+            rescale = tl.exp2((row_max - pivot) * LOG2E)
             row_sum = row_sum * rescale + tl.sum(p, axis=1)
             row_max = new_max
 

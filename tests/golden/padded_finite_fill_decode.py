@@ -30,7 +30,7 @@ RESIDENT = tl.constexpr(4)  # programs of a multiprocessor at once
 REQUESTS = tl.constexpr(32)  # requests that are looked through at a time
 SPLITS = tl.constexpr(16)  # shares that are combined at a time
 COLUMNS = tl.constexpr(16)  # of the output, combined by one program
-SCALE = tl.constexpr(0.36067376022224085)  # log2(e) * 0.25
+LOG2E = tl.constexpr(1.4426950408889634)  # log2(e)
 
 
 @triton.jit
@@ -130,10 +130,12 @@ def attention(
         k_tile = tl.load(k_base + key * k_stride_2 + k_offsets)  # [16, BLOCK_N]
         score = tl.dot(q_tile, k_tile, input_precision="ieee")  # [BLOCK_M, BLOCK_N]
 
-        new_max = tl.maximum(row_max, tl.max(score, axis=1) * SCALE)
+        score = score * 0.25
+
+        new_max = tl.maximum(row_max, tl.max(score, axis=1))
         pivot = tl.where(new_max == float("-inf"), 0.0, new_max)  # finite in a row that has seen no key yet
-        p = tl.exp2(score * SCALE - pivot[:, None])
-        rescale = tl.exp2(row_max - pivot)
+        p = tl.exp2((score - pivot[:, None]) * LOG2E)
+        rescale = tl.exp2((row_max - pivot) * LOG2E)
         row_sum = row_sum * rescale + tl.sum(p, axis=1)
         row_max = new_max
 
@@ -149,12 +151,13 @@ def attention(
         k_tile = tl.load(k_base + key * k_stride_2 + k_offsets, mask=live[None, :], other=0.0)  # [16, BLOCK_N]
         score = tl.dot(q_tile, k_tile, input_precision="ieee")  # [BLOCK_M, BLOCK_N]
 
+        score = score * 0.25
         score = tl.where(live[None, :], score, float("-inf"))
 
-        new_max = tl.maximum(row_max, tl.max(score, axis=1) * SCALE)
+        new_max = tl.maximum(row_max, tl.max(score, axis=1))
         pivot = tl.where(new_max == float("-inf"), 0.0, new_max)  # finite in a row that has seen no key yet
-        p = tl.exp2(score * SCALE - pivot[:, None])
-        rescale = tl.exp2(row_max - pivot)
+        p = tl.exp2((score - pivot[:, None]) * LOG2E)
+        rescale = tl.exp2((row_max - pivot) * LOG2E)
         row_sum = row_sum * rescale + tl.sum(p, axis=1)
         row_max = new_max
 
@@ -206,8 +209,8 @@ def combine(
 
         new_max = tl.maximum(row_max, tl.max(part_max, axis=0))
         pivot = tl.where(new_max == float("-inf"), 0.0, new_max)
-        weight = tl.exp2(part_max - pivot)
-        rescale = tl.exp2(row_max - pivot)
+        weight = tl.exp2((part_max - pivot) * LOG2E)
+        rescale = tl.exp2((row_max - pivot) * LOG2E)
         row_sum = row_sum * rescale + tl.sum(part_sum * weight, axis=0)
         row_max = new_max
         acc = acc * rescale + tl.sum(part_acc * weight[:, None], axis=0)
@@ -247,7 +250,7 @@ def rescue(
 
     # Rows that see no key, or only keys near the fill, take part in every key; there is seldom one
     place = unit * BLOCK_M + tl.arange(0, BLOCK_M)[:, None]
-    unseen = tl.load(maxima_ptr + place, mask=row < M - q_start, other=0.0) <= -721347520.4444817
+    unseen = tl.load(maxima_ptr + place, mask=row < M - q_start, other=0.0) <= -500000000.0
     if tl.max(unseen.to(tl.int32)) == 0:
         return
     load0_value = tl.load(load0_ptr + b * load0_stride_0)
@@ -270,13 +273,13 @@ def rescue(
         k_tile = tl.load(k_base + key * k_stride_2 + k_offsets, mask=live[None, :], other=0.0)  # [16, BLOCK_N]
         score = tl.dot(q_tile, k_tile, input_precision="ieee")  # [BLOCK_M, BLOCK_N]
 
-        score = tl.where(kv_idx < load0_value, score * 0.36067376022224085, -1442695040.8889635)
+        score = tl.where(kv_idx < load0_value, score * 0.25, -1000000000.0)
         score = tl.where(live[None, :], score, float("-inf"))
 
         new_max = tl.maximum(row_max, tl.max(score, axis=1))
         pivot = tl.where(new_max == float("-inf"), 0.0, new_max)  # finite in a row that has seen no key yet
-        p = tl.exp2(score - pivot[:, None])
-        rescale = tl.exp2(row_max - pivot)
+        p = tl.exp2((score - pivot[:, None]) * LOG2E)
+        rescale = tl.exp2((row_max - pivot) * LOG2E)
         row_sum = row_sum * rescale + tl.sum(p, axis=1)
         row_max = new_max
 
