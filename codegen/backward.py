@@ -36,6 +36,7 @@ from fusecomp.codegen.backward_skeletons import (
     SHARED_PAIR_GRADIENT,
     spaced,
 )
+from fusecomp.codegen.backward_table import other_tiles, table_kernels
 from fusecomp.codegen.backward_tile import log_sums
 from fusecomp.codegen.document import kernel_name, title
 from fusecomp.codegen.emit import RESERVED, require_free_names
@@ -46,6 +47,7 @@ from fusecomp.codegen.philox import IN_TRITON
 from fusecomp.codegen.program import batch_axes, columns, edge_loop, full_range, key_range, query_rows, stored_rows
 from fusecomp.codegen.skeletons import fill
 from fusecomp.codegen.source import KernelSource, check, names_read, tidy
+from fusecomp.codegen.table import full_tiles, table_row
 from fusecomp.errors import KernelError
 from fusecomp.ir.algebra import draws
 from fusecomp.ir.region import AttentionRegion
@@ -58,7 +60,7 @@ VERSION = 4
 OWN = frozenset({
     "m", "first_row", "query", "k_row", "k_tiles", "k_start", "k_last", "q_begin", "q_end", "member", "lse", "delta",
     "log_sum", "logit", "d_p", "d_score", "d_logit", "grads", "grad", "grad_out", "row_products", "query_gradient",
-    "key_gradients", "weight", "grad_lse", "d_lse",
+    "key_gradients", "weight", "grad_lse", "d_lse", "whole", "width", "key_tiles", "query_tiles",
 }) | hopper_backward.NAMES  # fmt: skip
 """What the backward skeletons call their own variables, beside `RESERVED`."""
 
@@ -135,7 +137,8 @@ def portable_kernels(
     frames = {"query_gradient": frame, "key_gradients": other, **dict.fromkeys((x.name for x in leaves), both)}
     helpers = [IN_TRITON] if draws(frame.region.weight) else []
     params = {kernel: p for kernel, (_, p) in made.items()}
-    return [*helpers, *(body for body, _ in made.values())], backward_launch(frames, params, fixed)
+    functions = [*helpers, *(body for body, _ in made.values()), *table_kernels(frame, other)]
+    return functions, backward_launch(frames, params, fixed)
 
 
 def hopper_kernels(frame: GradientFrame, other: GradientFrame, fixed: Fixed) -> tuple[list[str], list[str]]:
@@ -155,14 +158,14 @@ def hopper_kernels(frame: GradientFrame, other: GradientFrame, fixed: Fixed) -> 
 def backward_key(region: AttentionRegion, plan: BackwardPlan, learned: frozenset[str] = frozenset()) -> str:
     """A hash of what decides the kernels' text."""
     tiles = [(p.block_m, p.block_n, p.d_chunks, p.dv_chunks, p.warps, p.stages) for p in (plan.queries, plan.keys)]
-    more = [plan.queries.consumers] if plan.queries.consumers else []
+    more = [plan.queries.consumers] if plan.queries.consumers else ["table"] * (plan.keys.visits == "table")
     decided = (VERSION, "backward", region.key, tiles, sorted(learned), *more)
     return hashlib.sha256(repr(decided).encode()).hexdigest()[:16]
 
 
 def row_products(frame: GradientFrame) -> tuple[str, list[str]]:
     """delta = rowsum(dO O), and what the sink's weight leaves."""
-    plain = GradientFrame(replace(frame.region, keep=()), frame.plan)
+    plain = GradientFrame(replace(frame.region, keep=()), replace(frame.plan, visits="bounds"))
     output = [
         *queries.output_tiles(plain, "out", "o", cast=False),
         *queries.output_tiles(plain, "grad_out", "do", cast=False),
@@ -194,11 +197,11 @@ def query_gradient(frame: GradientFrame) -> tuple[str, list[str]]:
         "values": queries.query_values(frame),
         "pointers": tile_pointers(frame),
         "accs": queries.accumulators(frame),
-        "key_range": key_range(frame),
-        "full_range": full_range(frame),
-        "full_begin": "full_begin" if frame.k_begin != "0" else "0",
+        "key_range": table_row(frame) if frame.tabled else key_range(frame),
+        "full_range": full_tiles() if frame.tabled else full_range(frame),
+        "full_begin": "full_begin" if frame.k_begin != "0" or frame.tabled else "0",
         "full_tile": queries.full_tile(frame),
-        "edge_loop": edge_loop(frame),
+        "edge_loop": other_tiles(frame, queries.masked_tile(frame), frame.kv_idx) if frame.tabled else edge_loop(frame),
         "edge_tile": queries.edge_tile(frame),
         "rescue": queries.rescue(frame),
         "store": queries.store(frame),
@@ -208,6 +211,7 @@ def query_gradient(frame: GradientFrame) -> tuple[str, list[str]]:
 
 def key_gradients(frame: GradientFrame) -> tuple[str, list[str]]:
     """dK and dV: one program walks the queries that see one tile of keys."""
+    cut = other_tiles(frame, keys.masked_tile(frame), frame.q_idx) if frame.tabled else ranges.edge_loop(frame)
     holes: dict[str, str | list[str]] = {
         "program": keys.program(frame),
         "columns": keys.columns(frame),
@@ -220,7 +224,7 @@ def key_gradients(frame: GradientFrame) -> tuple[str, list[str]]:
         "query_range": ranges.query_range(frame),
         "full_begin": ranges.full_begin(frame),
         "full_tile": keys.full_tile(frame),
-        "edge_loop": ranges.edge_loop(frame),
+        "edge_loop": cut,
         "edge_tile": keys.edge_tile(frame),
         "rescue": keys.rescue(frame),
         "store_sums": keys.store_sums(frame),

@@ -152,12 +152,19 @@ def store_sums(frame: GradientFrame) -> Lines:
 
 
 def full_tile(frame: GradientFrame) -> Lines:
-    """Queries that all see the whole tile of keys, as far as bounds say."""
-    return _tile(frame, list(frame.rows_reach.loose), edge=False)
+    """Queries that all see the whole tile of keys, as far as bounds say, or as the table does."""
+    return _tile(frame, [] if frame.tabled else list(frame.rows_reach.loose), edge=False)
+
+
+def masked_tile(frame: GradientFrame) -> Lines:
+    """Queries some of which see some of the keys, as the table says."""
+    return _tile(frame, list(frame.region.keep), edge=False)
 
 
 def edge_tile(frame: GradientFrame) -> Lines:
     """Queries that a bound, or their end, cuts. Those past the end have lse = inf, so that P = 0."""
+    if frame.tabled:
+        return _tile(frame, list(frame.region.keep), edge=True)
     found = frame.rows_reach
     return _tile(frame, [x.term for x in (*found.lower, *found.upper)] + list(found.loose), edge=True)
 

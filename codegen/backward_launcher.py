@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
 from fusecomp.codegen.backward_exact import Fixed, covers
 from fusecomp.codegen.backward_frame import GradientFrame, Leaf, roles
@@ -12,6 +13,7 @@ from fusecomp.codegen.backward_sums import memory, totals
 from fusecomp.codegen.launcher import arguments, outer_sizes, ranks_of, rounded_up, unpacked, wrapped
 from fusecomp.codegen.logsumexp import saved
 from fusecomp.codegen.printer import triton_text
+from fusecomp.codegen.table import table
 from fusecomp.ir.region import AttentionRegion
 from fusecomp.planning.tile import TilePlan
 
@@ -28,12 +30,12 @@ def learned(frame: GradientFrame) -> tuple[str, ...]:
     return tuple(dict.fromkeys([*(a.operand for a in roles(frame.region)), *others]))
 
 
-def parameters(frame: GradientFrame, read: Iterable[str]) -> list[str]:
-    """What a kernel takes, of what it reads: pointers, strides, sizes, its tile."""
+def parameters(frame: GradientFrame, read: Iterable[str], more: Sequence[str] = ("tiles_ptr",)) -> list[str]:
+    """What a kernel takes, of what it reads: pointers, `more` of them, strides, sizes, its tile."""
     names, region = set(read), frame.region
     ranks = with_gradients(frame)
     pointers = [*(f"{t}_ptr" for t in ranks), "lse_ptr", "grad_lse_ptr", "delta_ptr"]
-    pointers += [f"{x.name}_sums_ptr" for x in frame.leaves]
+    pointers += [*(f"{x.name}_sums_ptr" for x in frame.leaves), *more]
     strides = [f"{t}_stride_{i}" for t, rank in ranks.items() for i in range(rank)]
     return [p for p in (*pointers, *strides, *region.sizes, "splits", "BLOCK_M", "BLOCK_N") if p in names]
 
@@ -83,10 +85,10 @@ def backward_launch(frames: dict[str, GradientFrame], params: dict[str, list[str
     block = TilePlan("", DELTA_ROWS, 0, (), (), 4, 1)
     lines += call(queries, "row_products", query_grid(queries, DELTA_ROWS), params["row_products"], block)
     grid = query_grid(queries, plan.block_m)
-    kernel = call(queries, "query_gradient", grid, params["query_gradient"], plan)
+    kernel = [*_listed(queries, "key_tiles"), *call(queries, "query_gradient", grid, params["query_gradient"], plan)]
     lines += where_wanted(asked, kernel, region)
     grid = key_grid(keys, other.block_n)
-    kernel = call(keys, "key_gradients", grid, params["key_gradients"], other)
+    kernel = [*_listed(keys, "query_tiles"), *call(keys, "key_gradients", grid, params["key_gradients"], other)]
     lines += where_wanted(seen, kernel, region)
     for name in learned(queries):
         if name in queries.learned:
@@ -105,6 +107,14 @@ def begun(frame: GradientFrame, fixed: Fixed) -> Lines:
         "            grad.zero_()",
         "    return",
     ]
+
+
+def _listed(frame: GradientFrame, function: str) -> Lines:
+    """The table that a kernel visits by, of the masks as they are now."""
+    if not frame.tabled:
+        return []
+    made = table(frame.region, replace(frame.plan, skeleton="prefill"))
+    return [f"tiles = {function}([{', '.join(made.tensors)}], [{', '.join(made.sizes)}])"]
 
 
 def _summed(frame: GradientFrame, along: str) -> list[str]:

@@ -115,13 +115,19 @@ def _chunks(frame: GradientFrame) -> list[Chunk]:
 
 
 def full_tile(frame: GradientFrame) -> Lines:
-    """A tile whose every key is inside the bounds: only the loose terms of the mask are tested."""
-    return _tile(frame, list(frame.reach.loose), edge=False)
+    """A tile whose every key is inside the bounds: only the loose terms of the mask are tested, and none where the
+    table calls it full."""
+    return _tile(frame, [] if frame.tabled else list(frame.reach.loose), edge=False)
+
+
+def masked_tile(frame: GradientFrame) -> Lines:
+    """A tile that the table calls neither full nor empty."""
+    return _tile(frame, list(frame.region.keep), edge=False)
 
 
 def edge_tile(frame: GradientFrame) -> Lines:
     """A tile that a bound, or the end of the keys, cuts."""
-    return _tile(frame, list(frame.reach.tested), edge=True)
+    return _tile(frame, list(frame.region.keep if frame.tabled else frame.reach.tested), edge=True)
 
 
 def rescue(frame: GradientFrame) -> Lines:

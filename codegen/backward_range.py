@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from fusecomp.codegen.backward_frame import GradientFrame
+from fusecomp.codegen.backward_table import table_row
 from fusecomp.codegen.printer import triton_text
 from fusecomp.ir.expr import Expr, Load, Var, parts
 from fusecomp.ir.poly import is_natural
@@ -13,6 +14,8 @@ Lines = list[str]
 
 def query_range(frame: GradientFrame) -> Lines:
     """[q_begin, q_end) are the queries that see a key of the tile; all of [full_begin, full_end) see all of it."""
+    if frame.tabled:
+        return table_row(frame)
     found, size = frame.rows_reach, triton_text(frame.q_idx.size, frame.names)
     sloped = any(x.slope for x in (*found.lower, *found.upper))
     last = f"k_last = tl.minimum(k_start + BLOCK_N, {triton_text(frame.kv_idx.size, frame.names)}) - 1"
@@ -40,7 +43,7 @@ def begin_name(frame: GradientFrame) -> str:
 
 
 def full_begin(frame: GradientFrame) -> str:
-    return "full_begin" if frame.rows_reach.lower else "0"
+    return "full_begin" if frame.rows_reach.lower or frame.tabled else "0"
 
 
 def end_name(frame: GradientFrame) -> str:

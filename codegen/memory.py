@@ -80,7 +80,7 @@ def _only(frame: Frame, a: Access, *allowed: Var) -> tuple[Expr, ...]:
 
 
 def query_tiles(frame: Frame, whole: bool = False) -> Lines:
-    """q_tile [BLOCK_M, D] of each product and chunk; [1, D] where all queries are the same, unless it is to be whole."""
+    """q_tile [BLOCK_M, D] of each product and chunk; [1, D] where queries are the same, unless it is to be whole."""
     lines = []
     for t, product in enumerate(frame.region.products):
         a = _row_address(frame, product.q.operand, _only(frame, product.q, *frame.row_axes, product.d))

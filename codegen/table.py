@@ -13,6 +13,7 @@ the keys cuts, which is in no table.
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, reduce
 
@@ -55,17 +56,18 @@ def tile_states(
     tl.store(states_ptr + program, («any» + «all»).to(tl.int8))
 '''
 
-LIST = '''\
+LARGER = '''\
 @triton.jit
 def larger(a, b):
     return tl.maximum(a, b)
+'''
 
-
-@triton.jit(do_not_specialize=["k_tiles"])
-def list_tiles(tiles_ptr, states_ptr, k_tiles, TILES: tl.constexpr):
+LIST = '''\
+@triton.jit(do_not_specialize=«sizes»)
+def «name»(tiles_ptr, states_ptr, «lengths», TILES: tl.constexpr):
     row = tl.cast(tl.program_id(0), tl.int64)
     tile = tl.arange(0, TILES)
-    state = tl.load(states_ptr + row * k_tiles + tile, mask=tile < k_tiles, other=0)
+    «state»
 
     # Of the runs of full tiles that end at each tile, the longest
     run = tile - tl.associative_scan(tl.where(state == 2, -1, tile), 0, larger)
@@ -74,7 +76,7 @@ def list_tiles(tiles_ptr, states_ptr, k_tiles, TILES: tl.constexpr):
 
     other = (state > 0) & ((tile < full_begin) | (tile >= full_end))
     place = tl.cumsum(other.to(tl.int32), axis=0)
-    tiles = tiles_ptr + row * (4 + k_tiles)
+    tiles = tiles_ptr + row * (4 + «count»)
     tl.store(tiles, full_begin)
     tl.store(tiles + 1, full_end)
     tl.store(tiles + 2, tl.sum(other.to(tl.int32), axis=0))
@@ -158,16 +160,27 @@ def table_kernels(frame: Frame) -> list[str]:
     """tile_states, list_tiles and what launches them."""
     made = table(frame.region, frame.plan)
     own = TableFrame(frame.region, frame.plan)
-    body = fill(STATES.partition("):\n")[2], _states(own))
+    body = fill(STATES.partition("):\n")[2], states(own))
     body = tidy("def kernel():\n" + body).removeprefix("def kernel():\n")
     params = parameters(own, names_read("def kernel():\n" + body))
     head = STATES.partition("):\n")[0]
     sizes = "[" + ", ".join(f'"{p}"' for p in unspecialised(own, params)) + "]"
-    states = fill(head, {"sizes": sizes, "parameters": wrapped(params, 4)}) + "):\n" + body
-    return [states, LIST, _host(own, made, params)]
+    kernel = fill(head, {"sizes": sizes, "parameters": wrapped(params, 4)}) + "):\n" + body
+    return [kernel, LARGER, listed("list_tiles", ["k_tiles"]), _host(own, made, params)]
 
 
-def _states(frame: TableFrame) -> dict[str, str | Lines]:
+BESIDE = ["state = tl.load(states_ptr + row * k_tiles + tile, mask=tile < k_tiles, other=0)"]
+"""States of a row lie beside each other."""
+
+
+def listed(name: str, lengths: Sequence[str], count: str = "k_tiles", state: Sequence[str] = BESIDE) -> str:
+    """A kernel that lists the tiles of each row, `count` of them, by their states."""
+    sizes = "[" + ", ".join(f'"{n}"' for n in lengths) + "]"
+    return fill(LIST, {"name": name, "sizes": sizes, "lengths": ", ".join(lengths), "count": count,
+                       "state": list(state)})  # fmt: skip
+
+
+def states(frame: TableFrame) -> dict[str, str | Lines]:
     seen, full = data.seen(frame.region), data.full(frame.region)
     tests = [f"seen = {triton_text(_all(seen), frame.tile_names)}"]
     if full != seen:
@@ -222,16 +235,21 @@ def _host(frame: TableFrame, made: Table, params: list[str]) -> str:
 
 def table_row(frame: Frame) -> Lines:
     """Where this query tile's row begins."""
-    row = ""
-    for v in data.axes(frame.region):
-        size = triton_text(v.size, frame.names)
-        row = f"({row} * {size} + {v.name})" if row else v.name
-    tile = "q_start // BLOCK_M"
+    row, tile = row_of(frame), "q_start // BLOCK_M"
     return [
         "# The tiles of keys that these queries see: a run of full ones, then the others by number",
         f"k_tiles = {triton_text(frame.kv_idx.size, frame.names)} // BLOCK_N",
         f"tiles = tiles_ptr + {f'({row} * q_tiles + {tile})' if row else tile} * (4 + k_tiles)",
     ]
+
+
+def row_of(frame: Frame) -> str:
+    """Which mask this program's is, of those along the axes that they differ along."""
+    row = ""
+    for v in data.axes(frame.region):
+        size = triton_text(v.size, frame.names)
+        row = f"({row} * {size} + {v.name})" if row else v.name
+    return row
 
 
 def full_tiles() -> Lines:

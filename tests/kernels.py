@@ -114,6 +114,7 @@ def agree(
 
 
 def _serve() -> None:
+    from fusecomp.codegen.backward import BackwardSource
     from fusecomp.running.loader import load
     from fusecomp.running.visits import launcher
 
@@ -125,7 +126,9 @@ def _serve() -> None:
                 return
             answer: Any = arguments
             try:
-                launcher(load(source, Path(folder)), source)(*arguments)
+                module = load(source, Path(folder))
+                launch = module.launch if isinstance(source, BackwardSource) else launcher(module, source)
+                launch(*arguments)
             except Exception as error:  # noqa: BLE001 - the test reports it
                 answer = f"{type(error).__name__}: {error}"
             _send(answer, sys.stdout.buffer)

@@ -1,8 +1,8 @@
 """The tiles of the backward kernels: those of least predicted time (`cost_backward`).
 
 The query gradient's program has BLOCK_M queries and walks their keys; the key gradients' has BLOCK_N keys and walks
-the queries that see them. Nothing predicts float32, dropout, and what S reads for each query and key, which has a tile
-of its own in registers: they take sizes that are known to be good, made smaller until they fit.
+the queries that see them. Nothing predicts float32, dropout, and what S or a mask reads for each query and key, which
+has a tile of its own in registers: they take sizes that are known to be good, made smaller until they fit.
 
     BLOCK_M x BLOCK_N  query gradient           key gradients
     D <= 64            64 x 128, 4 warps        64 x 128, 8 warps      3 stages
@@ -10,7 +10,7 @@ of its own in registers: they take sizes that are known to be good, made smaller
     D <= 256           64 x 64,  8 warps        32 x 64,  8 warps      2 stages
     more, or float32   32 x 32,  4 warps        32 x 32,  4 warps      2 stages
     with dropout       at most x 64             at most 32 x
-    with a bias        64 x 64,  8 warps        64 x 64,  8 warps      and so its own gradient, 1 stage
+    bias or mask read  64 x 64,  8 warps        64 x 64,  8 warps      and so its own gradient, 1 stage
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from dataclasses import dataclass, replace
 from itertools import product
 
 from fusecomp.errors import PlanError
+from fusecomp.ir import data
 from fusecomp.ir.algebra import draws
 from fusecomp.ir.expr import Expr, Load, parts, variables
 from fusecomp.ir.region import AttentionRegion
@@ -62,11 +63,19 @@ def backward_plan(
     return BackwardPlan(*(_plan(region, t, kernel, name) for kernel, t in made.items()))
 
 
+def by_table(plan: BackwardPlan, region: AttentionRegion, learned: frozenset[str]) -> BackwardPlan:
+    """The same kernels, which visit the tiles that the masks' data shows, as the forward kernel does. A gradient takes
+    more than twice as long as the forward pass, and its two tables twice as long as that one's. None where a mask
+    learns: its own gradient is of every pair."""
+    if plan.keys.consumers or {x.tensor for x in data.reads(region)} & learned:
+        return plan
+    return BackwardPlan(replace(plan.queries, visits="table"), replace(plan.keys, visits="table"))
+
+
 def predicted(region: AttentionRegion) -> bool:
     """Whether the equations know its kernels."""
     known = facts(region)
-    biased = any(pairs(x, region) for x in parts(region.score))
-    return known.width == 2 and not known.draws and not biased and max(known.wide, known.wide_v) <= 256
+    return known.width == 2 and not known.draws and not reads_pairs(region) and max(known.wide, known.wide_v) <= 256
 
 
 def _fastest(region: AttentionRegion, sizes: Mapping[str, int], device: Device, kernel: str) -> Tile:
@@ -96,7 +105,7 @@ def _known(region: AttentionRegion) -> dict[str, Tile]:
         queries, keys = Tile(128, 64, 8, 3), Tile(64, 128, 8, 2)
     else:
         queries, keys = Tile(64, 128, 4, 3), Tile(64, 128, 8, 3)
-    if any(pairs(x, region) for x in parts(region.score)) and size <= 256 and known.width == 2:
+    if reads_pairs(region) and size <= 256 and known.width == 2:
         rows = 64 if size <= 128 else 32
         queries, keys = replace(queries, block_m=rows, block_n=64, warps=8), replace(keys, block_n=64)
     if draws(region.weight):  # what a tile keeps takes registers
@@ -146,6 +155,11 @@ def inputs(launch: Launch, kernel: str, tile: Tile) -> dict[str, float]:
     }
 
 
+def reads_pairs(region: AttentionRegion) -> bool:
+    """Whether S or the mask reads something for each query and key."""
+    return any(pairs(x, region) for e in (region.score, *region.keep) for x in parts(e))
+
+
 def pairs(e: Expr, region: AttentionRegion) -> bool:
     """Whether `e` is read for each query and key."""
     return isinstance(e, Load) and {region.q_idx.name, region.kv_idx.name} <= variables(e)
@@ -153,7 +167,7 @@ def pairs(e: Expr, region: AttentionRegion) -> bool:
 
 def pair_plan(keys: TilePlan) -> TilePlan:
     """Of a kernel that has a tile of queries and keys: nothing is fetched ahead."""
-    return replace(keys, stages=1)
+    return replace(keys, stages=1, visits="bounds")
 
 
 def _fitting(region: AttentionRegion, kernel: str, t: Tile, device: Device) -> Tile:

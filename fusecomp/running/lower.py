@@ -23,7 +23,7 @@ from fusecomp.errors import KernelError, PlanError
 from fusecomp.ir.region import AttentionRegion
 from fusecomp.patterns.build import Match
 from fusecomp.patterns.masks import hiding
-from fusecomp.planning.backward import backward_plan
+from fusecomp.planning.backward import backward_plan, by_table
 from fusecomp.planning.device import current
 from fusecomp.planning.plan import alone, fixed_share, plan
 from fusecomp.planning.tile import TilePlan
@@ -127,7 +127,9 @@ def for_training(match: Match, tiles: TilePlan, sizes: Mapping[str, int]) -> Low
     region = match.region
     source, launch = generate(match, tiles, saves_lse=True)
     others = match.learned - products_of(region)
-    backward = emit_backward(region, backward_plan(region, current(), sizes), others, fixed(match))
+    plans = backward_plan(region, current(), sizes)
+    plans = by_table(plans, region, others) if tiles.visits == "table" else plans
+    backward = emit_backward(region, plans, others, fixed(match))
     module = runnable(backward)
     return Lowered(f"{key_of(source)}-{key_of(backward)[-8:]}", launch, "triton", source.plan, source,
                    module.launch, backward)  # fmt: skip
