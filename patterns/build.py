@@ -199,6 +199,11 @@ def check_time(lift: Lift, names: dict[str, str], found: Found, early: Node | No
                           "give one of the reads a copy")  # fmt: skip
 
 
+OTHER_ZEROS = (
+    "weights are zeroed where the mask of the scores does not say so: of a query that sees no key, some are NaN, some 0"
+)
+
+
 # ----------------------------------------------------------------------------------------------------------------
 # The region, in canonical names
 
@@ -222,6 +227,8 @@ def bind(
 
     blind = scores.fill != float("-inf") and not sees_a_key(scores.keep, found.index("q_idx"), found.index("kv_idx"))
     blind = blind and found.weights.sink is None
+    if found.weights.zeroed and not sees_a_key(scores.keep, found.index("q_idx"), found.index("kv_idx")):
+        raise Decline(OTHER_ZEROS, anchor, "zero the output, or fill the weights where the scores are filled")
     subtracted = blind and found.weights.subtracted
     if subtracted and learns(found.output):
         raise Decline(f"it is trained, and a query that sees no key loses the logarithm of the sum in {scores.fill:g}",

@@ -49,6 +49,8 @@ class Weights:
     sink: Expr | None = None
     factor: Expr = Const(1.0)
     empty_row: str = "nan"
+    zeroed: bool = False
+    """Whether some weights are 0 for another reason than the mask: of a row without keys, these alone are not NaN."""
     subtracted: bool = False
     """Whether the logarithm of the sum was subtracted from the scores: it is lost in a large finite fill."""
 
@@ -93,8 +95,9 @@ def shown(weights: Weights | None, c: Expr) -> Weights | None:
     if weights is None:
         return None
     terms, scores = conjuncts(c), split(weights.scores)
-    if scores.keep and scores.fill == -INF and set(scores.keep) <= set(terms):
-        weights = replace(weights, empty_row="zero" if weights.sink is None else weights.empty_row)
+    if scores.keep and scores.fill == -INF and weights.sink is None:
+        covered = set(scores.keep) <= set(terms)
+        weights = replace(weights, empty_row="zero" if covered else weights.empty_row, zeroed=not covered)
         terms = tuple(t for t in terms if t not in scores.keep)
     return weights.times(choice(reduce(partial(apply, "and"), terms))) if terms else weights
 

@@ -112,8 +112,9 @@ def test_gradients_stop_where_the_program_stops_them(case: Any) -> None:
     assert bool(result.fused) != ("left to eager" in case.note)
 
 
-PAGES_KNOWN = ("pages_kept_apart", "pages_kept_apart_in_the_scores", "exponentials_of_pages")
-"""Fused where the length of a page is a number: the place in a page is a remainder by it."""
+PAGES_KNOWN = ("pages_kept_apart", "pages_kept_apart_in_the_scores", "exponentials_of_pages", "rows_of_group_and_query",
+               "halves_of_the_table")  # fmt: skip
+"""Fused where the length of a page, or of another axis, is a number: the place in it is a remainder by it."""
 LOST = ("one_minus_mask_times_min", "bias_behind_the_mask")
 """Programs that half-precision training leaves to eager: a fill is added to scores, which are lost in it."""
 

@@ -65,14 +65,18 @@ def filled(by: str) -> Any:
     return attend
 
 
-@pytest.mark.parametrize(
-    ("by", "empty_row", "weighted"), [("the same", "zero", 0), ("more", "zero", 1), ("another", "nan", 1)]
-)
+@pytest.mark.parametrize(("by", "empty_row", "weighted"), [("the same", "zero", 0), ("more", "zero", 1)])
 def test_rows_without_keys_are_zero_where_all_is_filled(by: str, empty_row: str, weighted: int) -> None:
     q, k, v = torch.randn(3, H, 1, D), *torch.randn(2, 3, H, 16, D)
     region = region_of(filled(by), q, k, v, torch.tensor([3, 16, 0]), torch.rand(16) > 0.5)
     assert region.empty_row == empty_row
     assert (region.weight != Const(1.0)) == weighted
+
+
+def test_rows_without_keys_are_nan_and_zero_where_something_else_is_filled() -> None:
+    q, k, v = torch.randn(3, H, 1, D), *torch.randn(2, 3, H, 16, D)
+    (found,) = candidates(filled("another"), q, k, v, torch.tensor([3, 16, 0]), torch.rand(16) > 0.5)
+    assert "some are NaN, some 0" in getattr(found, "reason", "")
 
 
 # ----------------------------------------------------------------------------------------------------------------

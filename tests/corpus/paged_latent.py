@@ -242,7 +242,11 @@ def shared_prefix(
     return merged(part(q, k, v, torch.zeros(1, 19, dtype=torch.bool, device=q.device), -INF), own)
 
 
-@CASES.fuse(lambda d: (*paged(d), d(B, 1, HKV, D), d(B, 1, HKV, D)), count=2, note="the new token apart from its past")
+def new_token(d: Draw) -> tuple[Tensor, ...]:
+    return *paged(d), d(B, 1, HKV, D), d(B, 1, HKV, D)
+
+
+@CASES.fuse(new_token, count=2, note="the new token apart from its past; left to eager in training")
 def past_and_present(
     q: Tensor, k_pool: Tensor, v_pool: Tensor, table: Tensor, lengths: Tensor, k_new: Tensor, v_new: Tensor
 ) -> Tensor:
@@ -251,7 +255,7 @@ def past_and_present(
     return merged(past, part(q, k_new, v_new, torch.zeros(1, 1, dtype=torch.bool, device=q.device), MASKED))
 
 
-@CASES.fuse(paged, count=2, note="two halves of the table, the second of which may be empty")
+@CASES.fuse(paged, count=2, note="the second half may be empty; left to eager in training")
 def halves_of_the_table(q: Tensor, k_pool: Tensor, v_pool: Tensor, table: Tensor, lengths: Tensor) -> Tensor:
     n, half = places(table)[: table.shape[1] * PAGE // 2], table.shape[1] // 2
     (k1, k2), (v1, v2) = (x[table].flatten(1, 2).split(half * PAGE, 1) for x in (k_pool, v_pool))

@@ -138,7 +138,7 @@ def mask_times_scores(q: Tensor, k_pool: Tensor, v_pool: Tensor, table: Tensor, 
     return (s.softmax(-1) @ v).transpose(1, 2)
 
 
-@CASES.either(paged)
+@CASES.either(paged, grad=())
 def fill_that_large_scores_pass(q: Tensor, k_pool: Tensor, v_pool: Tensor, table: Tensor, lengths: Tensor) -> Tensor:
     k, v = fetched(k_pool, v_pool, table)
     s = (q.transpose(1, 2) @ k.mT).float() * 900
@@ -146,7 +146,7 @@ def fill_that_large_scores_pass(q: Tensor, k_pool: Tensor, v_pool: Tensor, table
     return (s.softmax(-1).to(q.dtype) @ v).transpose(1, 2)
 
 
-@CASES.either(paged)
+@CASES.decline(paged, reason="some are NaN, some 0")
 def filled_again_by_another_mask(q: Tensor, k_pool: Tensor, v_pool: Tensor, table: Tensor, lengths: Tensor) -> Tensor:
     """Weights that are zeroed elsewhere do not add up to 1"""
     k, v = fetched(k_pool, v_pool, table)
@@ -155,7 +155,7 @@ def filled_again_by_another_mask(q: Tensor, k_pool: Tensor, v_pool: Tensor, tabl
     return (p @ v).transpose(1, 2)
 
 
-@CASES.either(lambda d: (*paged(d)[:4], d.ints([48, 0, 16])))
+@CASES.decline(lambda d: (*paged(d)[:4], d.ints([48, 0, 16])), reason="some are NaN, some 0")
 def half_of_a_mask_filled_again(q: Tensor, k_pool: Tensor, v_pool: Tensor, table: Tensor, lengths: Tensor) -> Tensor:
     """A row without keys stays NaN where only one of its two masks is filled again"""
     k, v = fetched(k_pool, v_pool, table)
