@@ -19,6 +19,7 @@ from fusecomp.bench.timing import Bench, Timing
 from fusecomp.errors import OptionError
 
 Call = Callable[..., tuple[int, str, str]]
+ROOT = Path(__file__).parent.parent
 
 
 @pytest.fixture
@@ -65,6 +66,13 @@ def test_a_record_becomes_the_tables_of_the_readme() -> None:
         "| causal D128 B4 H16 N4096 | 10.00 | 0.750 | **0.500** | 560 | 80% | 2.0% | 1.50x |",
         "| full D64 B4 H16 N4096 | 10.00 | wrong | **0.500 (not fused)** | 560 | 80% | 2.0% | 20.00x |",
     ]
+
+
+def test_the_tables_in_the_readme_are_those_of_its_record() -> None:
+    text = (ROOT / "README.md").read_text()
+    shown = text.split("<!-- bench -->\n")[1].split("\n<!-- /bench -->")[0]
+    tables = {p.title: p.markdown for p in page.pages(record.read(ROOT / "examples/bench/records/bench_h200.json"))}
+    assert shown == "\n\n".join(table for title, table in tables.items() if title in shown)
 
 
 @pytest.mark.parametrize(
