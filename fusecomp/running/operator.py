@@ -3,7 +3,7 @@
     attention             O alone: nothing learns. The lightest to call
     attention_recomputed  O, whose gradients are recomputed a block of rows at a time
     attention_and_lse     (O, log-sum-exp of each row), for generated backward kernels, or as a result of its own
-    attention_saving      the same below autograd: what a compiled graph calls
+    attention_saving      the same below autograd                                          running/calls.py
 
 `key` names a kernel that this process has loaded; everything that the shape of O depends on is an argument.
 """
@@ -233,37 +233,4 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
     return spread(found, ctx.wanted, len(tensors)), None, None, None, None, None
 
 
-class _Saving(torch.autograd.Function):
-    """O and the log-sum-exp, whose gradients generated kernels write."""
-
-    @staticmethod
-    def forward(*args: Any) -> tuple[Tensor, Tensor]:
-        *more, count = args
-        return torch.ops.fusecomp.attention_saving(more[:count], *more[count:])  # type: ignore[no-any-return]
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-        *more, ctx.count = inputs
-        tensors, (sizes, *_, key) = more[: ctx.count], more[ctx.count :]
-        ctx.save_for_backward(*output, *tensors)
-        ctx.set_materialize_grads(False)
-        ctx.sizes, ctx.key, ctx.wanted = sizes, key, learned(tensors)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor | None, grad_lse: Tensor | None) -> tuple[Tensor | None, ...]:
-        out, lse, *tensors = ctx.saved_tensors
-        given = (grad, grad_lse, out, lse, tensors, ctx.sizes, ctx.wanted, ctx.key)
-        found = torch.ops.fusecomp.attention_gradients(*given)
-        return *spread(found, ctx.wanted, ctx.count), *[None] * 7
-
-
-def attend_recording(tensors: Sequence[Tensor], *more: Any) -> tuple[Tensor, Tensor]:
-    """attention_and_lse under autograd. What it leaves in a graph that is compiled has no autograd, which
-    `register_autograd` would go through at every call."""
-    if torch.is_grad_enabled() and learned(tensors):
-        return _Saving.apply(*tensors, *more, len(tensors))  # type: ignore[no-any-return]
-    return torch.ops.fusecomp.attention_saving(tensors, *more)  # type: ignore[no-any-return]
-
-
 torch.library.register_autograd("fusecomp::attention_recomputed", _backward, setup_context=_setup, lib=LIBRARY)
-LIBRARY.impl("attention_and_lse", attend_recording, "Autograd")

@@ -15,6 +15,7 @@ from fusecomp.graph.facts import storage, written_arguments
 from fusecomp.graph.learning import carry, records
 from fusecomp.patterns.build import Match
 from fusecomp.patterns.naming import SizeSource
+from fusecomp.running.calls import fixed
 from fusecomp.running.operator import empty_ordered
 from fusecomp.running.sums import put_sums
 from fusecomp.running.visits import table_node
@@ -49,8 +50,10 @@ def substitute(
         dtype = getattr(torch, region.out_dtype)
         rows = [length(match.sizes[v.name.upper()]) for v in region.batch] + [length(match.sizes["M"]), *saved(region)]
         saves = operation == "attention_and_lse"
-        args = (tensors, sizes, shape, list(region.out_order), *([rows] if saves else []), dtype, key)
-        called = graph.call_function(getattr(torch.ops.fusecomp, operation).default, args)
+        args = (sizes, shape, list(region.out_order), *([rows] if saves else []), dtype, key)
+        call = fixed(*args) if operation == "attention" else None
+        target = getattr(torch.ops.fusecomp, operation if call is None else f"{operation}_fixed")
+        called = graph.call_function(target.default, (tensors, *(args if call is None else (call,))))
         node = graph.call_function(operator.getitem, (called, 0)) if saves else called
         described(node, output, shape, region.out_order)
         if match.sums:
