@@ -9,11 +9,17 @@ import pytest
 import torch
 from corpus import dense, idioms, learned, masked, score, spelled
 from test_corpus import interpret, options, score_name
+from torch import Tensor
+from torch.fx import GraphModule
 
 import fusecomp
 from fusecomp.errors import KernelError
+from fusecomp.graph.capture import placeholder_values
+from fusecomp.graph.facts import op_name
+from fusecomp.pipeline import compile_graph
 from fusecomp.running import lower, operator
 from fusecomp.running.lower import Lowered
+from fusecomp.settings import Options
 
 CASES = [pytest.param(c, id=c.name) for c in learned.CASES]
 MODELS = [
@@ -72,6 +78,28 @@ def test_verification_does_not_turn_good_kernels_down() -> None:
     files = [x for table in (dense, masked, spelled) for x in ("--file", str(table.__file__))]
     only = "documents_of_different,padding_vector_by_index,cosine_scores,learned_per_head_scale,one_query"
     assert "wrong 0, errors 0 of 8; fused 8 of 8" in interpret("--train", *files, "--only", only)
+
+
+@pytest.mark.parametrize("learns", [False, True])
+def test_what_is_written_into_later_is_copied_only_for_a_gradient(learns: bool) -> None:
+    """A cache, say, that the next layer writes into."""
+    copies: list[int] = []
+
+    def look(gm: GraphModule, _: Any) -> Callable[..., Any]:
+        made = compile_graph(gm, placeholder_values(gm), Options(lowering="cpu", strict=True))
+        assert made.fused
+        copies.append(sum(op_name(n) == "clone" for n in made.module.graph.nodes))
+        return gm.forward
+
+    def fn(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        out = (q @ k.mT * 0.25).softmax(-1) @ v
+        k[:, :, 0] = 0.0
+        return out
+
+    torch._dynamo.reset()
+    q, k, v = (torch.randn(2, 3, n, 16) for n in (5, 9, 9))
+    torch.compile(fn, backend=look)(q.requires_grad_(learns), k, v)
+    assert copies == [int(learns)]
 
 
 def test_numbers_made_of_integers_stay_in_the_reference() -> None:

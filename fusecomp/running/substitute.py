@@ -12,7 +12,7 @@ from torch.fx import GraphModule, Node
 from fusecomp.codegen.logsumexp import saved
 from fusecomp.codegen.source import KernelSource
 from fusecomp.graph.facts import storage, written_arguments
-from fusecomp.graph.learning import carry, records
+from fusecomp.graph.learning import carry
 from fusecomp.patterns.build import Match
 from fusecomp.patterns.naming import SizeSource
 from fusecomp.running.calls import fixed
@@ -33,7 +33,7 @@ def substitute(
     lengths: dict[tuple[Node, int], Any] = {}
     with graph.inserting_before(match.place):
         tensors = [on_device(n, output) for n in match.inputs]
-        if records(output):
+        if match.learned:
             tensors = [kept(n, match.place) for n in tensors]
 
         def length(source: SizeSource) -> Any:
@@ -64,7 +64,7 @@ def substitute(
         if len(shape) > output.meta["val"].dim():  # the query axis that O itself does not have
             new = graph.call_function(torch.ops.aten.squeeze.dim, (node, len(shape) - 1))
             described(new, output)
-        if saves and records(output) and overwritten(output, match.place):
+        if saves and match.learned and overwritten(output, match.place):
             new = copied(new)
     take_place(match, new)
     return new

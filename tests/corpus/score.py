@@ -22,7 +22,7 @@ import warnings
 from collections import Counter
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from functools import partial, wraps
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -89,7 +89,6 @@ def run_eager(fn, make_args, grad, dtype):
 def made_on(device, fn):
     """`fn`, whose tensors without a device of their own are made on `device`."""
 
-    @wraps(fn)
     def there(*args):
         with torch.device(device):
             return fn(*args)
@@ -193,13 +192,13 @@ def read_counts(backend):
 def score(case, dtype_name, options):
     """Run one case in one dtype: eager in float64, eager, compiled. A program that makes tensors on the CPU, so that
     eager itself refuses it beside inputs on a GPU, makes them on the GPU instead."""
-    result = scored(case.fn, case, dtype_name, options)
+    result = scored(case, dtype_name, options)
     if options.device != "cpu" and result.verdict == "ERROR" and result.detail.startswith("eager: "):
-        return scored(made_on(options.device, case.fn), case, dtype_name, options)
+        return scored(case, dtype_name, options, partial(made_on, options.device))
     return result
 
 
-def scored(fn, case, dtype_name, options):
+def scored(case, dtype_name, options, where=lambda fn: fn):
     dtype, floor = DTYPES[dtype_name], FLOOR[dtype_name]
     grad = case.grad if options.train else ()
     result = Result(case.name, dtype_name, case.expect, "ERROR")
@@ -210,13 +209,13 @@ def scored(fn, case, dtype_name, options):
         with time_limit(options.timeout), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             extra = {"options": options.option} if options.option else {}
-            compiled = torch.compile(fn, backend=options.backend, dynamic=options.dynamic, **extra)
+            compiled = where(torch.compile(case.fn, backend=options.backend, dynamic=options.dynamic, **extra))
             verdicts = []
             for size in options.sizes:
                 stage = "eager"
                 make_args = partial(case.make_args, dtype, options.device, size)
-                exact = run_eager(fn, partial(in_float64, make_args), grad, dtype)
-                eager = run_eager(fn, make_args, grad, dtype)
+                exact = run_eager(where(case.fn), partial(in_float64, make_args), grad, dtype)
+                eager = run_eager(where(case.fn), make_args, grad, dtype)
                 stage = options.backend
                 got = run(compiled, make_args(), grad, dtype)
                 verdicts.append(compare(got, eager, exact, floor))
