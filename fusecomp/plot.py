@@ -56,9 +56,10 @@ def canvas(path: str | Path, width: float, height: float, **layout: Any) -> Any:
 
 
 def save(figure: Any, path: str | Path) -> None:
-    """OptionError where it cannot be written."""
+    """Without the name of the program, so that a release of it changes no byte. OptionError where it cannot write."""
+    unnamed = {"Software": None} if Path(path).suffix.lower() == ".png" else None
     try:
-        figure.savefig(path, dpi=150)
+        figure.savefig(path, dpi=150, metadata=unnamed)
     except OSError as error:
         raise OptionError(f"cannot write the plot {path}: {error.strerror or error}") from error
 
