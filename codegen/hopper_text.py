@@ -205,7 +205,7 @@ def _shift(frame: Frame, slope: Slope | None) -> Lines:
     """What all keys of a row of a tile have besides, [64]."""
     if slope is None:
         return []
-    first = {frame.q_idx: "q_line", frame.kv_idx: "k_start.to(tl.float32)"}
+    first: dict[Expr, str] = {frame.q_idx: "q_line", frame.kv_idx: "k_start.to(tl.float32)"}
     return [f"shift = {triton_text(slope.shift, frame.names.having(first))}"]
 
 

@@ -271,9 +271,9 @@ def _edges(
     fold = np.maximum if default == 0 else np.minimum
     least = greatest = np.full_like(first, default)
     for bound in bounds:
-        ends = _edge(bound.edge, region, sizes, first), _edge(bound.edge, region, sizes, last)
-        if ends[0] is not None and ends[1] is not None:
-            least, greatest = fold(least, np.minimum(*ends)), fold(greatest, np.maximum(*ends))
+        one, other = (_edge(bound.edge, region, sizes, rows) for rows in (first, last))
+        if one is not None and other is not None:
+            least, greatest = fold(least, np.minimum(one, other)), fold(greatest, np.maximum(one, other))
     return least, greatest
 
 
