@@ -31,13 +31,12 @@ def copied(region: AttentionRegion) -> tuple[Load, ...]:
 
 
 def _in_rows(region: AttentionRegion, x: Load) -> bool:
-    """The whole of the operand's last two dimensions are the queries and the keys."""
+    """Queries and keys are its last two coordinates. Where it is larger than they are, what lies beyond is masked."""
     *outer, row, key = x.index if len(x.index) > 1 else (None, None)
     batch = {v.name for v in region.batch}
     inner = isinstance(row, Var) and isinstance(key, Var) and (row, key) == (region.q_idx, region.kv_idx)
-    whole = region.operand(x.tensor).shape[-2:] == (region.q_idx.size, region.kv_idx.size)
     known = all(variables(e) <= batch and not any(isinstance(y, Load) for y in parts(e)) for e in outer)
-    return inner and whole and known and len(outer) <= 3 and x.dtype == region.pv_dtype
+    return inner and known and len(outer) <= 3 and x.dtype == region.pv_dtype
 
 
 def buffers(region: AttentionRegion, plan: TilePlan) -> int:

@@ -135,6 +135,8 @@ def test_biases_come_in_blocks() -> None:
     part = half(apply("add", SCALED, load(0, h, q_idx, apply("add", kv_idx, Const(3)), dtype="bfloat16")),
                 loads=[((H, M, apply("add", N, Const(3))), "bfloat16")])  # fmt: skip
     assert not copied(part)
+    larger = half(BIASED, loads=[((H, Const(5000), Const(6000)), "bfloat16")])
+    assert copied(larger)
 
 
 def test_what_rises_along_the_keys_is_a_row_and_a_shift() -> None:
@@ -175,6 +177,7 @@ LONG = {"B": 4, "H": 16, "M": 4096, "N": 4096}
         ("causal", {"B": 1, "H": 4, "M": 512, "N": 512}, "h200", False),  # the host would take longer
         ("window, soft cap", LONG, "h200", False),  # three tiles of keys for each of queries
         ("bias", LONG, "h200", True),
+        ("bias, D128", LONG, "h200", False),  # room for one tile of it
         ("bias, element by element", LONG, "h200", False),  # float32 has no room in shared memory
         ("large heads", LONG, "h200", True),
         ("three groups", LONG, "h200", True),
@@ -184,7 +187,6 @@ def test_where_it_pays(
     name: str, sizes: dict[str, int], device: str, wanted: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(hopper, "available", lambda: True)
-    monkeypatch.setattr(hopper, "LEAST_BUFFERS", 1)
     assert pays(EXPRESSED[name], sizes, find(device)) == wanted
 
 
