@@ -9,7 +9,7 @@ lse[block]      = log sum exp(S), where it is asked for
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 
@@ -132,14 +132,14 @@ class Blocks:
     def _hold(self, env: Env, room: tuple[Tensor, Tensor]) -> Held:
         """The operands of some heads in the working dtype, Q scaled, K transposed."""
         r, (*batch, row, key) = self.region, env.axes
-        shape, n = env.shape[:-2], env.shape[-1]
+        *shape, m, n = env.shape
         q, k = [], []
         for p, c in zip(r.products, self.factors, strict=True):
             x = operand(r, p.q, p.dtype, env.over(*batch, row, p.d.name)).expand(*shape, -1, -1)
-            q.append(_flat(x * c if c != 1.0 else x, shape))
+            q.append(_flat(_of_each(m, x * c if c != 1.0 else x), shape))
             x = operand(r, p.k, p.dtype, env.over(*batch, key, p.d.name))
-            k.append(_flat(_of_each_key(x, n), shape).transpose(-2, -1))
-        v = _flat(_of_each_key(operand(r, r.v, r.pv_dtype, env.over(*batch, key, r.dv.name)), n), shape)
+            k.append(_flat(_of_each(n, x), shape).transpose(-2, -1))
+        v = _flat(_of_each(n, operand(r, r.v, r.pv_dtype, env.over(*batch, key, r.dv.name))), shape)
         return Held(tuple(q), tuple(k), v, room)
 
     def _block(self, env: Env, held: Held, lse: Tensor | None) -> Tensor:
@@ -229,12 +229,12 @@ class Held:
         return _multiply(p.reshape(-1, *p.shape[-2:]), v).view(*p.shape[:-1], v.shape[-1])
 
 
-def _of_each_key(x: Tensor, n: int) -> Tensor:
-    """K or V with its N keys, where it may be the same for all."""
+def _of_each(n: int, x: Tensor) -> Tensor:
+    """Q, K or V with its rows, where they may all be the same."""
     return x.expand(*x.shape[:-2], n, x.shape[-1])
 
 
-def _flat(x: Tensor, shape: tuple[int, ...]) -> Tensor:
+def _flat(x: Tensor, shape: Sequence[int]) -> Tensor:
     """Batch axes as one, which has size 1 where nothing depends on them."""
     if x.shape[:-2].numel() == 1:
         return x.reshape(1, *x.shape[-2:])

@@ -388,3 +388,9 @@ def one_value_for_all_keys(q: Tensor, k: Tensor, x: Tensor) -> Tensor:
 def one_key_repeated(q: Tensor, x: Tensor, v: Tensor) -> Tensor:
     k = x.expand(2, 3, v.shape[-2], 8)
     return (scores(q, k) - torch.arange(v.shape[-2], device=q.device) * scores(q, k)).softmax(-1) @ v
+
+
+@CASES.fuse(lambda d: [d(2, 3, 1, 8), *qkv(d)[1:], d(d.n(13), d.n(21))], grad=(0, 1, 2, 3))
+def one_query_repeated(x: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Tensor:
+    s = scores(x.expand(2, 3, bias.shape[0], 8), k)
+    return (s - bias * s).softmax(-1) @ v
