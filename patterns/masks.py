@@ -99,9 +99,9 @@ def conjuncts(c: Expr) -> tuple[Expr, ...]:
         case Apply("not", (Apply("or", (a, b)),)):
             return (*conjuncts(apply("not", a)), *conjuncts(apply("not", b)))
         case Apply("lt" | "le" as op, (Apply("abs", (x,)), w)) if kind(x) == "int":
-            return (apply(op, x, w), apply(op, apply("neg", x), w))
+            return (*conjuncts(apply(op, x, w)), *conjuncts(apply(op, apply("neg", x), w)))
         case Apply("gt" | "ge" as op, (w, Apply("abs", (x,)))) if kind(x) == "int":
-            return (apply(op, w, x), apply(op, w, apply("neg", x)))
+            return (*conjuncts(apply(op, w, x)), *conjuncts(apply(op, w, apply("neg", x))))
     return () if c == TRUE else (c,)
 
 

@@ -8,21 +8,24 @@ from typing import Any
 
 import pytest
 import torch
-from agreement import INF, agree, attend, plain, qkv, reasons
+from agreement import INF, agree, attend, compiled, plain, qkv, reasons
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import flex_attention
 from torch.nn.functional import scaled_dot_product_attention
 from torch.utils.checkpoint import checkpoint
 
+import fusecomp
+
 # ----------------------------------------------------------------------------------------------------------------
 # nn.MultiheadAttention and what is built of it
 
 
+@pytest.mark.parametrize("train", [False, True])
 @pytest.mark.parametrize("extra", [{}, {"add_bias_kv": True, "add_zero_attn": True}])
 @pytest.mark.parametrize("mask", ["attn_mask", "boolean", "key_padding_mask"])
-def test_multihead_attention(mask: str, extra: dict[str, bool]) -> None:
-    model = nn.MultiheadAttention(24, 3, batch_first=True, **extra).eval()
+def test_multihead_attention(mask: str, extra: dict[str, bool], train: bool) -> None:
+    model = nn.MultiheadAttention(24, 3, batch_first=True, **extra).train(train)
     masks = {
         "attn_mask": {"attn_mask": torch.randn(13, 21)},
         "boolean": {"attn_mask": torch.rand(13, 21) < 0.3},
@@ -30,6 +33,23 @@ def test_multihead_attention(mask: str, extra: dict[str, bool]) -> None:
     }[mask]
     args = [torch.randn(2, 13, 24), torch.randn(2, 21, 24)]
     agree(lambda q, x: model(q, x, x, need_weights=False, **masks)[0], args)
+
+
+@pytest.mark.parametrize("how", ["attn_mask", "key_padding_mask"])
+def test_a_module_of_torch_compiled_itself_trains(how: str) -> None:
+    """None of its nodes has a source line of the user's."""
+    model, x = nn.MultiheadAttention(24, 3, batch_first=True), torch.randn(2, 13, 24)
+    mask = {how: torch.randn(13, 13) if how == "attn_mask" else torch.arange(13) >= torch.tensor([[13], [8]])}
+    grads = []
+    torch._dynamo.reset()
+    fusecomp.reset()
+    for run in (model, compiled(model)):
+        model.zero_grad()
+        run(x, x, x, need_weights=False, **mask)[0].square().sum().backward()
+        grads.append([p.grad.clone() for p in model.parameters() if p.grad is not None])
+    assert fusecomp.counters()["fused"] == 1
+    for got, wanted in zip(*grads, strict=True):
+        torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("average", [True, False])

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from agreement import agree, attend, compare, compiled, copies, plain, qkv
+from agreement import INF, agree, attend, compare, compiled, copies, plain, qkv
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -210,3 +210,11 @@ def test_in_the_interpreter() -> None:
     env = {**os.environ, "TRITON_INTERPRET": "1"}
     done = subprocess.run(command, capture_output=True, text=True, env=env, cwd=Path(__file__).parent, check=False)
     assert done.returncode == 0, done.stdout[-4000:]
+
+
+def test_a_window_wider_than_the_keys() -> None:
+    def fn(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        i, j = torch.arange(q.shape[-2])[:, None], torch.arange(k.shape[-2])
+        return (q @ k.mT).masked_fill((i - j).abs() > 8, -INF).softmax(-1) @ v
+
+    agree(fn, qkv(5, 7, learn=True), train=True, lowering="cpu")

@@ -12,6 +12,7 @@ import torch
 from corpus.table import INF, Draw, places, qkv, scores
 from torch import Tensor, nn
 from torch._dynamo.utils import counters as dynamo_counters
+from torch.fx.experimental.proxy_tensor import make_fx
 
 import fusecomp
 from fusecomp import backend
@@ -171,6 +172,24 @@ def test_traced_graphs_without_metadata() -> None:
 
     args = draw()
     fused = fusecomp.fuse(torch.fx.symbolic_trace(fn), args)
+    assert fusecomp.counters()["fused"] == 1
+    torch.testing.assert_close(fused(*args), fn(*args))
+
+
+def test_traced_graphs_with_constants() -> None:
+    """A mask that the trace holds as a tensor, and cuts."""
+    shown = torch.rand(40, 40) > 0.3
+    shown[:, 0] = True
+
+    def fn(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        keep = shown[: q.shape[-2], : k.shape[-2]]
+        return (q @ k.mT).masked_fill(~keep, float("-inf")).softmax(-1) @ v
+
+    args = draw()
+    traced = make_fx(fn, tracing_mode="fake", _allow_non_fake_inputs=True)(*args)
+    for node in traced.graph.find_nodes(op="placeholder"):
+        node.meta["val"].fake_mode.allow_non_fake_inputs = False
+    fused = fusecomp.fuse(traced, args, strict=True)
     assert fusecomp.counters()["fused"] == 1
     torch.testing.assert_close(fused(*args), fn(*args))
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -54,6 +54,17 @@ def placeholder_values(gm: GraphModule) -> list[Any]:
 
 def fake_mode(values: Sequence[Any]) -> FakeTensorMode | None:
     return next((v.fake_mode for v in values if isinstance(v, FakeTensor)), None)
+
+
+@contextlib.contextmanager
+def beside_constants(mode: FakeTensorMode) -> Iterator[None]:
+    """`mode`, in which the tensors that a graph holds itself are as good as fake ones."""
+    before, mode.allow_non_fake_inputs = mode.allow_non_fake_inputs, True
+    try:
+        with mode:
+            yield
+    finally:
+        mode.allow_non_fake_inputs = before
 
 
 class Retrace(Interpreter):
@@ -123,7 +134,7 @@ def capture(gm: GraphModule, values: Sequence[Any]) -> GraphModule:
     Inputs and outputs keep their order. In-place operations stay as written; autocast shows as enter and exit nodes.
     """
     mode = fake_mode(values)
-    with mode if mode is not None else contextlib.nullcontext():
+    with beside_constants(mode) if mode is not None else contextlib.nullcontext():
         traced = expanded(gm, values) if mode is not None and repetitive(gm) else None
         return traced if traced is not None else traced_whole(gm, values)
 
@@ -175,7 +186,8 @@ def inline(
                 args, kwargs = torch.fx.map_arg((node.args, dict(node.kwargs)), made.__getitem__)
                 made[node] = node.target(*args, **kwargs)
                 names[node] = before.graph.node_copy(node, names.__getitem__)
-                names[node].meta = {"val": made[node], "stack_trace": before.meta.get("stack_trace")}
+                line = {k: v for k, v in before.meta.items() if k == "stack_trace"}  # None is not the same as none
+                names[node].meta = {"val": made[node], **line}
     return names[traced.graph.output_node().args[0]]  # type: ignore[index]
 
 
