@@ -21,6 +21,7 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
 
 from fusecomp.errors import CaptureError
 from fusecomp.graph.facts import copy_of, recorded_value
+from fusecomp.graph.learning import DETACHING
 from fusecomp.graph.modes import Modes, in_their_modes
 
 OPENS, CLOSES = "_vmap_increment_nesting", "_vmap_decrement_nesting"
@@ -45,11 +46,19 @@ class Levels(Interpreter):
             raise CaptureError(f"{name} stands under torch.vmap; write the batch axis out")
         if name in LEVEL and n.args[LEVEL[name]] > (functorch.maybe_current_level() or 0):
             raise CaptureError(f"{name} names a level of torch.vmap that is not open")
+        detaches = name in DETACHING or n.target in DETACHING
+        if detaches:
+            self.record_gradients(False)  # some batching rules of detach leave an alias, through which gradients flow
         result = super().run_node(n)
-        mode = get_proxy_mode()
-        if n.target is torch._C._set_grad_enabled and mode is not None:
-            mode.tracer.create_proxy(n.op, n.target, n.args, {})
+        if detaches or n.target is torch._C._set_grad_enabled:
+            self.record_gradients(torch.is_grad_enabled())
         return result
+
+    def record_gradients(self, whether: bool) -> None:
+        """Write into the trace whether gradients are recorded from here on: no operation, so nothing else does."""
+        mode = get_proxy_mode()
+        if mode is not None:
+            mode.tracer.create_proxy("call_function", torch._C._set_grad_enabled, (whether,), {})
 
 
 def written_out(gm: GraphModule) -> GraphModule:
