@@ -16,8 +16,7 @@ from fusecomp.ir.region import extent
 
 Lines = list[str]
 TURN = 512
-"""Programs. On an H200 dK and dV of causal D64, 64 heads of 4,096, took 0.66 ms head by head, 0.75 with 33 heads at a
-time, whose Q and dO fill 33 MB; with grouped heads 0.77 and 0.68 ms."""
+"""Programs: about two rounds of an H200. With four times as many, dK and dV of D64 read too much past L2."""
 SECTION = 32 * 2**20
 """B of K and V of the heads that take turns where programs stay (Hopper's kernel): what stays in L2 of 50 MB."""
 WHY = "# The tiles with most work first, over several heads: the grid's tail is short"
