@@ -110,7 +110,7 @@ def block_at(frame: Frame, index: Sequence[Expr], row: Var, start: str, column: 
     places = []
     for e in index[:-1]:
         body = start if e == row else triton_text(e, frame.names)
-        body = body if body.isidentifier() or e == row else f"({body})"
+        body = body if body.isidentifier() or isinstance(e, Const) or e == row else f"({body})"
         places.append(body if e == row or isinstance(e, Const) else f"{body}.to(tl.int32)")
     return f"[{', '.join([*places, str(column)])}]"
 
