@@ -8,8 +8,7 @@ and compares every constant of the file with what it was. Here the last kernels 
 
     (device, dtypes, strides, options)     aligned pointers, lengths below 2^31
 
-and launched as Triton's tutorials launch a compiled kernel, `compiled[grid](*args)`, or as that does in the end. All
-else is left to Triton.
+and launched as Triton's tutorials launch a compiled kernel, `compiled[grid](*args)`. All else is left to Triton.
 
 Kernels of one attention are compiled beside each other, in threads: Triton's passes and the assembler hold no lock.
 """
@@ -29,13 +28,9 @@ from typing import Any
 
 import torch
 
-from fusecomp.planning.resources import triton_release
-
 ALIGNED = 16
 """B: what Triton asks of a pointer that it calls aligned."""
 WIDE = 1 << 31
-DIRECT = ((3, 6), (3, 7))
-"""Releases of Triton whose compiled kernels are launched as `launcher_of` does; of others, as its tutorials do."""
 MOST = 128
 """Kernels kept of one function. Strides that change at every call keep none of them long."""
 _pointer, _dtype = methodcaller("data_ptr"), attrgetter("dtype")
@@ -117,11 +112,11 @@ class Launches:
             return
         described = [d.base.dtype for d in self._described(args)]
         key = (torch.cuda.current_device(), *map(_dtype, tensors), *described, self._strides(args), *options.items())
-        again = self.known.get(key)
-        if again is None:
+        compiled = self.known.get(key)
+        if compiled is None:
             self._keep(key, self.kernel[grid](*args, **options))
         else:
-            again((*grid, 1, 1)[:3], (*args, *[options[name] for name in self.constants]))
+            compiled[(*grid, 1, 1)[:3]](*args, *[options[name] for name in self.constants])
 
     def _compiling(self, grid: tuple[int, ...], args: Sequence[Any], options: dict[str, Any]) -> Callable[[], object]:
         """What compiles the kernel of a call and loads it."""
@@ -132,27 +127,7 @@ class Launches:
         if len(self.known) >= MOST:
             self.known.clear()
         if hasattr(compiled, "__getitem__"):
-            self.known[key] = launcher_of(compiled)
-
-
-def launcher_of(compiled: Any) -> Callable[[tuple[int, ...], tuple[Any, ...]], None]:
-    """(grid, arguments) -> a launch of a compiled kernel; where nobody listens, without what is made for listeners."""
-    import triton
-
-    if triton_release() not in DIRECT:
-        return lambda grid, args: compiled[grid](*args)
-    run, function, metadata = compiled.run, compiled.function, compiled.packed_metadata
-    active, runtime = triton.runtime.driver.active, triton.knobs.runtime
-
-    def launch(grid: tuple[int, ...], args: tuple[Any, ...]) -> None:
-        hooks = runtime.launch_enter_hook, runtime.launch_exit_hook
-        if any(getattr(h, "calls", h) for h in hooks):
-            compiled[grid](*args)
-        else:
-            stream = active.get_current_stream(active.get_current_device())
-            run(*grid, stream, function, metadata, None, None, None, *args)
-
-    return launch
+            self.known[key] = compiled
 
 
 def _picked(names: Sequence[str], wanted: set[str]) -> Callable[[Sequence[Any]], tuple[Any, ...]]:
