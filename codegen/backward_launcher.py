@@ -44,7 +44,7 @@ def with_gradients(frame: GradientFrame) -> dict[str, int]:
     """How many axes each tensor has."""
     ranks = ranks_of(frame)
     gradients = {f"grad_{name}": ranks[name] for name in ("out", *learned(frame))}
-    return {"out": ranks.pop("out"), **gradients, **ranks, "row_values": 2}
+    return {"out": ranks.pop("out"), **gradients, **ranks, "row_values": 3}
 
 
 def declared(params: Sequence[str]) -> Lines:

@@ -4,6 +4,9 @@ They run on a GPU only (tests/test_gpu_hopper.py): Triton's interpreter has no G
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from dataclasses import replace
 
 import pytest
@@ -87,3 +90,28 @@ def test_heads_that_share_keys_are_summed_in_one_program() -> None:
     text = made(half(SCALED, causal, **grouped(4))).text
     assert text.count("for h_member in range(4):") == 2  # the warp that copies, and those that multiply
     assert "atomic" not in text
+
+
+FAILS = """
+import torch, fusecomp
+from fusecomp.backend import explain
+from fusecomp.running import hopper
+hopper.takes = lambda *_: True
+def attend(q, k, v):
+    s = (q @ k.mT) * 0.125
+    return s.masked_fill(~torch.ones(40, 40, dtype=torch.bool).tril(), float("-inf")).softmax(-1) @ v
+args = [torch.randn(1, 2, 40, 64, dtype=torch.float16, requires_grad=True) for _ in range(3)]
+[entry] = explain(attend, *args).entries
+fast = torch.compile(attend, backend="fusecomp", options={"inner": "aot_eager", "strict": True})
+up = torch.randn(1, 2, 40, 64, dtype=torch.float16)
+for a, e in zip(torch.autograd.grad(fast(*args), args, up), torch.autograd.grad(attend(*args), args, up)):
+    torch.testing.assert_close(a, e, atol=5e-3, rtol=5e-3)
+print(entry.status, entry.plan.consumers)
+"""
+
+
+def test_the_portable_kernels_take_over() -> None:
+    """Where they cannot be launched, as in the interpreter, nobody notices."""
+    env = {**os.environ, "TRITON_INTERPRET": "1"}
+    done = subprocess.run([sys.executable, "-c", FAILS], env=env, capture_output=True, text=True)
+    assert done.stdout.split() == ["fused", "0"], done.stderr[-2000:]

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from functools import cache
 
-from fusecomp.codegen import hopper
+from fusecomp.codegen import hopper, hopper_backward
 from fusecomp.codegen.copied import pair_loads
 from fusecomp.codegen.descriptors import in_steps
 from fusecomp.codegen.frame import Frame
@@ -21,6 +21,9 @@ from fusecomp.planning.plan import plan
 from fusecomp.running.inputs import example_of
 from fusecomp.settings import Options
 
+TRAINS = False
+"""Whether the backward kernels for Hopper are taken. They have not run on one yet, nor been measured: that is what the
+gradients of tests/test_gpu_hopper.py, and then examples/bench/hopper_backward.py, are for."""
 LEAST_SECONDS = 2e-4
 """Predicted for the portable kernel. In shorter launches the host takes longer than the kernel, and four descriptors
 take it longer than pointers."""
@@ -51,6 +54,11 @@ def takes(match: Match, sizes: Mapping[str, int], options: Options) -> bool:
     """Whether it runs the match. Only where it is verified: the portable kernel is there if it disagrees."""
     asked = match.output.meta["val"].device.type == "cuda" and options.verify and not options.batch_invariant
     return asked and pays(match.region, sizes, current()) and _in_steps(match)
+
+
+def trains(match: Match) -> bool:
+    """Whether what learns, if anything does, gets its gradients from kernels for Hopper too."""
+    return not match.learned or (TRAINS and hopper_backward.expresses(match.region, match.learned))
 
 
 def pays(region: AttentionRegion, sizes: Mapping[str, int], device: Device) -> bool:

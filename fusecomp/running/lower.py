@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
+from fusecomp.codegen import hopper_backward
 from fusecomp.codegen.backward import emit_backward
 from fusecomp.codegen.descriptors import choose
 from fusecomp.codegen.emit import emit
@@ -129,6 +130,8 @@ def for_training(match: Match, tiles: TilePlan, sizes: Mapping[str, int]) -> Low
     others = match.learned - products_of(region)
     plans = backward_plan(region, current(), sizes)
     plans = by_table(plans, region, others) if tiles.visits == "table" else plans
+    if tiles.consumers and tiles.visits == "bounds" and hopper.trains(match):
+        plans = hopper_backward.specialised(region, tiles)
     backward = emit_backward(region, plans, others, fixed(match))
     module = runnable(backward)
     return Lowered(f"{key_of(source)}-{key_of(backward)[-8:]}", launch, "triton", source.plan, source,

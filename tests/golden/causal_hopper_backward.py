@@ -539,8 +539,8 @@ def launch(grads, out, grad_out, lse, tensors, sizes):
         return
     row_values = torch.empty(2, B * H, -(-M // 128) * 128, dtype=torch.float32, device=out.device)
     row_products[(B * H * -(-M // 128),)](
-        out, grad_out, row_values, lse, *out.stride(), *grad_out.stride(), *row_values.stride(), H,
-        M, BLOCK_M=128, num_warps=4, num_stages=1,
+        out, grad_out, row_values, lse, *out.stride(), *grad_out.stride(), *row_values.stride()[:2],
+        H, M, BLOCK_M=128, num_warps=4, num_stages=1,
     )
     q, k, v, grad_out = in_rows(q), in_rows(k), in_rows(v), in_rows(grad_out)
     if grad_q is not None:
@@ -550,7 +550,7 @@ def launch(grads, out, grad_out, lse, tensors, sizes):
         v_desc = described(v, [1, 1, 64, 128], N)
         dq_desc = described(grad_q, [1, 1, 64, 128], M)
         query_gradient[(B * H * -(-M // 128),)](
-            q_desc, do_desc, k_desc, v_desc, dq_desc, row_values, *row_values.stride(), H, M, N,
+            q_desc, do_desc, k_desc, v_desc, dq_desc, row_values, *row_values.stride()[:2], H, M, N,
             num_warps=4, maxnreg=168,
         )
     if grad_k is not None or grad_v is not None:
