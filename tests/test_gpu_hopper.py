@@ -191,9 +191,21 @@ def test_all_of_the_output_is_written_and_nothing_else(size: int, m: int, n: int
     assert room[:, :, -32:].isnan().all()
 
 
+def test_gradients() -> None:
+    """Its log-sum-exp is what the generated backward kernels take."""
+    args = [torch.randn(2, 4, 300, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True) for _ in range(3)]
+    up = torch.randn(2, 4, 300, 64, device="cuda", dtype=torch.bfloat16)
+    fast = torch.compile(causal, backend="fusecomp", options={"inner": "aot_eager", "strict": True})
+    found = torch.autograd.grad(fast(*args), args, up)
+    double = [x.detach().double().requires_grad_() for x in args]
+    for a, e in zip(found, torch.autograd.grad(causal(*double), double, up.double()), strict=True):
+        assert off(a, e) <= 2 * FLOOR[torch.bfloat16]
+
+
 @pytest.fixture
 def planned(monkeypatch: pytest.MonkeyPatch) -> list[BackwardPlan]:
     """Of the backward kernels that are made, in order: where the first disagree, portable ones follow."""
+    monkeypatch.setattr(hopper, "TRAINS", True)
     found: list[BackwardPlan] = []
 
     def made(region: AttentionRegion, plan: BackwardPlan, *more: Any) -> BackwardSource:

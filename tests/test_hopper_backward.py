@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 from kernels import tiles
@@ -22,6 +23,7 @@ from fusecomp.errors import KernelError
 from fusecomp.ir.expr import Const
 from fusecomp.ir.region import AttentionRegion
 from fusecomp.planning.backward import backward_plan
+from fusecomp.running import hopper
 
 QKV = frozenset({"q", "k", "v"})
 HAS = {
@@ -92,11 +94,22 @@ def test_heads_that_share_keys_are_summed_in_one_program() -> None:
     assert "atomic" not in text
 
 
+@pytest.mark.parametrize("taken", [True, False])
+def test_who_trains_on_hopper(taken: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Until they have run on a Hopper GPU and been measured there, nobody: one row says so."""
+    learns = SimpleNamespace(region=HAS["causal"], learned=QKV)
+    assert not hopper.trains(learns)
+    monkeypatch.setattr(hopper, "TRAINS", taken)
+    assert hopper.trains(learns) == taken
+    assert hopper.trains(SimpleNamespace(region=HAS["causal"], learned=frozenset()))
+    assert not hopper.trains(SimpleNamespace(region=SINK, learned=QKV | {"load0"}))
+
+
 FAILS = """
 import torch, fusecomp
 from fusecomp.backend import explain
 from fusecomp.running import hopper
-hopper.takes = lambda *_: True
+hopper.takes, hopper.TRAINS = lambda *_: True, True
 def attend(q, k, v):
     s = (q @ k.mT) * 0.125
     return s.masked_fill(~torch.ones(40, 40, dtype=torch.bool).tril(), float("-inf")).softmax(-1) @ v
