@@ -1,6 +1,6 @@
 """The backward kernels for Hopper's tensor cores: what they express, that they compile, and when they are taken.
 
-They run on a GPU only (tests/test_gpu_hopper.py): Triton's interpreter has no Gluon."""
+They run on a GPU only (tests/test_gpu_hopper_backward.py): Triton's interpreter has no Gluon."""
 
 from __future__ import annotations
 

@@ -22,8 +22,8 @@ from fusecomp.running.inputs import example_of
 from fusecomp.settings import Options
 
 TRAINS = False
-"""Whether the backward kernels for Hopper are taken. They have not run on one yet, nor been measured: that is what the
-gradients of tests/test_gpu_hopper.py, and then examples/bench/hopper_backward.py, are for."""
+"""Whether the backward kernels for Hopper are taken. They have neither run on one nor been measured there yet, which is
+what tests/test_gpu_hopper_backward.py and examples/bench/hopper_backward.py are for."""
 LEAST_SECONDS = 2e-4
 """Predicted for the portable kernel. In shorter launches the host takes longer than the kernel, and four descriptors
 take it longer than pointers."""
