@@ -13,10 +13,10 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from fusecomp.codegen.base2 import Exponent, exponent, scaled
+from fusecomp.codegen.base2 import Exponent, exponent, may_be_minus_inf, scaled
 from fusecomp.codegen.cheaper import cheaper
 from fusecomp.codegen.derivative import ONE, derivative, factored
-from fusecomp.codegen.frame import Frame, may_be_minus_inf, merged
+from fusecomp.codegen.frame import Frame, merged
 from fusecomp.codegen.printer import Names
 from fusecomp.codegen.values import Values, element_values
 from fusecomp.errors import KernelError
