@@ -113,8 +113,8 @@ def _least(factor: Expr, c: int) -> Poly:
             return {}  # an index counted from the end where it is negative: the tensor has that element
         case Apply("mod", (_, m)):
             return _at_least_one(plus(poly(m), {(): 1}, -1))
-        case Apply("floordiv", (a, Const(int(m)))) if c < 0 and (top := upper(a)) is not None:
-            return {(): top // m}
+        case Apply("floordiv", (a, Const(int(m)))) if c < 0 and (most := upper(a)) is not None:
+            return {(): most // m}
         case _:
             return {(): -(10**18)} if c > 0 else {(): 10**18}
 

@@ -74,7 +74,8 @@ class _Lines:
 
     def quotient(self, factors: Sequence[Any]) -> str:
         """a / b and not a * (1 / b): whole numbers that divide each other stay whole."""
-        above, below = [], []
+        above: list[str] = []
+        below: list[str] = []
         for factor in factors:
             base, exponent = factor.as_base_exp()
             if factor.is_Rational:

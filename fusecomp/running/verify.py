@@ -114,7 +114,7 @@ def launches(
     tensors, out, lengths = example(match, sizes, device)
     saves = backward is not None or match.region.lse
     lse = log_sums(match, sizes, device) if saves else None
-    calls = [partial(launch, out, tensors, lengths, *([] if lse is None else [lse]))]
+    calls: list[Callable[[], None]] = [partial(launch, out, tensors, lengths, *([] if lse is None else [lse]))]
     if backward is not None and lse is not None:
         pairs = zip(tensors, match.region.operands, strict=True)
         grads = [torch.empty_like(t) if o.name in held(match) else None for t, o in pairs]
