@@ -6,9 +6,10 @@ import math
 from collections.abc import Iterable
 
 from fusecomp.codegen.backward_frame import GradientFrame, roles
+from fusecomp.codegen.derivative import derivative
 from fusecomp.errors import KernelError
 from fusecomp.ir.algebra import apply, substitute
-from fusecomp.ir.expr import Apply, Const, Expr, Load, Size, Var, parts, transform, variables
+from fusecomp.ir.expr import Apply, Const, Expr, Load, Size, Var, dtype_kind, parts, transform, variables
 from fusecomp.ir.poly import from_poly, is_natural, poly, upper
 from fusecomp.ir.region import Access, AttentionRegion
 
@@ -28,10 +29,20 @@ def require_gradients(frame: GradientFrame, fixed: Fixed = ()) -> None:
         _require_apart(p.k, frame.key_access(p.k), (*frame.key_axes, region.kv_idx, p.d), known)
     _require_apart(region.v, frame.key_access(region.v), (*frame.key_axes, region.kv_idx, region.dv), known)
     accesses = roles(region)
+    for x in differentiated(region):
+        if x.tensor in {a.operand for a in accesses}:
+            raise KernelError(f"no backward kernel: {x} is part of the scores or weights too, and its gradient a sum")
     for i, a in enumerate(accesses):
         for b in accesses[i + 1 :]:
             if a.operand == b.operand and not _disjoint(a, b, known):
                 raise KernelError(f"no backward kernel: {a} and {b} may be the same element")
+
+
+def differentiated(region: AttentionRegion) -> list[Load]:
+    """What else S, the weights and the sink have a derivative by."""
+    held = [e for e in (region.score, region.filled_score, region.weight, region.sink) if e is not None]
+    reads = [(e, x) for e in held for x in parts(e) if isinstance(x, Load) and dtype_kind(x.dtype) == "float"]
+    return [x for e, x in reads if derivative(e, x) != Const(0.0)]
 
 
 def places(frame: GradientFrame) -> list[tuple[str, Expr, str]]:
@@ -72,7 +83,9 @@ def _require_apart(a: Access, index: tuple[Expr, ...], axes: tuple[Var, ...], fi
     if any(isinstance(x, Load) for e in index for x in parts(e)):
         raise KernelError(f"no backward kernel: {a} is read through a table")
     known = decided(sized(index, fixed))
-    missing = [v.name for v in sized(axes, fixed) if v not in known and v.size != Const(1)]  # type: ignore[attr-defined]
+    tile = axes[-2:]  # whose places in a tile the index must tell apart, of length 1 or not
+    missing = [v.name for v, w in zip(axes, sized(axes, fixed), strict=True)
+               if w not in known and (v in tile or w.size != Const(1))]  # type: ignore[attr-defined]  # fmt: skip
     if missing:
         raise KernelError(f"no backward kernel: the gradient of {a} is a sum over {', '.join(missing)}")
 

@@ -14,7 +14,7 @@ from fusecomp.codegen.backward import emit_backward
 from fusecomp.codegen.backward_exact import below, decided
 from fusecomp.errors import KernelError
 from fusecomp.ir.algebra import apply
-from fusecomp.ir.expr import Const, Expr, Size, Var
+from fusecomp.ir.expr import Const, Expr, Load, Size, Var
 from fusecomp.ir.region import Access, AttentionRegion, Operand
 
 six, three, four = Const(6), Const(3), Const(4)
@@ -128,6 +128,25 @@ def test_an_axis_of_length_1(interpreter: Interpreter) -> None:
         emit_backward(r, small(r))
     q_, k, v = qkv(16)
     agree(interpreter, r, [q_[:1], k[:1], v[:1]], {**SIZES, "B": 1}, fixed=(("B", 1),))
+
+
+def test_one_query_read_at_no_index() -> None:
+    """A tile's rows are told apart by the index, of one query too."""
+    r = attention(scaled_score)
+    q = Access("q", (b, h, Const(0), r.products[0].d))
+    with pytest.raises(KernelError, match="sum over q_idx"):
+        emit_backward(replace(r, products=(replace(r.products[0], q=q),)), small(r), fixed=(("M", 1),))
+
+
+@pytest.mark.parametrize("name", ["q", "k", "v"])
+def test_an_operand_that_is_part_of_the_scores_too(name: str) -> None:
+    """Its gradient is a sum of two; one that is only compared has none."""
+    row = q_idx if name == "q" else kv_idx
+    x = Load(name, (b, h, row, Const(0)), "float32")
+    with pytest.raises(KernelError, match="part of the scores"):
+        emit_backward(attention(apply("add", scaled_score, x)), small(attention(scaled_score)))
+    compared = attention(scaled_score, apply("gt", x, Const(0.0)))
+    emit_backward(compared, small(compared))
 
 
 @pytest.mark.parametrize("keys", [37, 50])

@@ -76,6 +76,20 @@ def padding_behind_a_prompt(q: Tensor, k: Tensor, v: Tensor, shown: Tensor) -> T
 
 
 # ----------------------------------------------------------------------------------------------------------------
+# Keys and values that are part of a bias too: their gradient is a sum
+
+
+@CASES.fuse()
+def keys_that_are_a_bias_too(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return (scores(q, k) + k[..., 0][:, :, None]).softmax(-1) @ v
+
+
+@CASES.fuse()
+def longer_values_count_more(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return (scores(q, k) + v[..., 1].abs()[:, :, None]).softmax(-1) @ v
+
+
+# ----------------------------------------------------------------------------------------------------------------
 # Near misses
 
 
