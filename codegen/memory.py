@@ -80,8 +80,9 @@ def _only(frame: Frame, a: Access, *allowed: Var) -> tuple[Expr, ...]:
 
 
 def query_tiles(frame: Frame, whole: bool = False) -> Lines:
-    """q_tile [BLOCK_M, D] of each product and chunk; [1, D] where queries are the same, unless it is to be whole."""
-    lines = []
+    """q_tile [BLOCK_M, D] of each product and chunk; [1, D] where queries are the same, unless it is to be whole, as
+    that of one product of several is."""
+    lines, whole = [], whole or len(frame.region.products) > 1
     for t, product in enumerate(frame.region.products):
         a = _row_address(frame, product.q.operand, _only(frame, product.q, *frame.row_axes, product.d))
         base = f"q{t or ''}_base"
@@ -130,7 +131,8 @@ def _operand_pointers(
     keys, columns = ("n[:, None]", "[None, :]") if keys_first else ("n[None, :]", "[:, None]")
     for c in chunks:
         places = frame.names.having({frame.kv_idx: keys, d: f"{c.d}{columns}"})
-        lines.append(f"{stem}_offsets{c.part} = {sum_text(found.offsets, places, wide=False)}")
+        same = "" if varies(found, frame.kv_idx) else f"0 * {keys} + "
+        lines.append(f"{stem}_offsets{c.part} = {same}{sum_text(found.offsets, places, wide=False)}")
     return lines
 
 

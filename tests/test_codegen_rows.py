@@ -1,0 +1,31 @@
+"""Operands that hold one row for all queries, or for all keys: their tiles have the shape that products need."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from kernels import Interpreter, agree, tiles
+from regions import attention, b, h, scaled_score
+from test_codegen import SIZES, normal, qkv
+from test_reference import _two_products
+
+from fusecomp.ir.expr import Const
+
+
+@pytest.mark.parametrize("skeleton", ["prefill", "decode"])
+@pytest.mark.parametrize("name", ["k", "v"])
+def test_one_row_for_all_keys(interpreter: Interpreter, name: str, skeleton: str) -> None:
+    """Also in tiles that no mask cuts."""
+    r = attention(scaled_score)
+    k, v = (replace(a, index=(b, h, Const(0), a.index[-1])) if a.operand == name else a
+            for a in (r.products[0].k, r.v))  # fmt: skip
+    r = replace(r, products=(replace(r.products[0], k=k),), v=v)
+    agree(interpreter, r, qkv(16), SIZES, tiles(r, 16, 16, skeleton))
+
+
+def test_one_row_for_all_queries_beside_another_product(interpreter: Interpreter) -> None:
+    r = _two_products()
+    first = replace(r.products[0], q=replace(r.products[0].q, index=(b, h, Const(0), r.products[0].d)))
+    args = [*qkv(16), normal(2, 3, 37, 8), normal(2, 53, 8)]
+    agree(interpreter, replace(r, products=(first, r.products[1])), args, SIZES)
