@@ -68,8 +68,9 @@ def test_a_record_becomes_the_tables_of_the_readme() -> None:
     ]
 
 
-def test_the_tables_in_the_readme_are_those_of_its_record() -> None:
-    text = (ROOT / "README.md").read_text()
+@pytest.mark.parametrize("file", ["README.md", "examples/bench/README.md"])
+def test_the_tables_in_a_readme_are_those_of_its_record(file: str) -> None:
+    text = (ROOT / file).read_text()
     shown = text.split("<!-- bench -->\n")[1].split("\n<!-- /bench -->")[0]
     tables = {p.title: p.markdown for p in page.pages(record.read(ROOT / "examples/bench/records/bench_h200.json"))}
     assert shown == "\n\n".join(table for title, table in tables.items() if title in shown)
