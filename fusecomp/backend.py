@@ -10,6 +10,7 @@ import logging
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -129,6 +130,8 @@ def fuse(gm: GraphModule, example_inputs: Sequence[Any], **options: Any) -> Grap
     if any(v is None for v in values) or len({v.fake_mode for v in values if isinstance(v, FakeTensor)}) > 1:
         mode = FakeTensorMode(allow_non_fake_inputs=True)
         values = [mode.from_tensor(x) if isinstance(x, torch.Tensor) else x for x in example_inputs]
+    seen = zip_longest(values, example_inputs[: len(values)])  # a trace need not record what learns
+    values = [v.detach().requires_grad_() if getattr(x, "requires_grad", False) else v for v, x in seen]
     return rewritten(gm, values, Options.parse(options))
 
 

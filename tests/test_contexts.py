@@ -176,6 +176,20 @@ def test_traced_graphs_without_metadata() -> None:
     torch.testing.assert_close(fused(*args), fn(*args))
 
 
+def test_a_traced_graph_learns_what_the_inputs_do() -> None:
+    """A trace of one input records what it looked like, not whether it learns."""
+
+    def fn(x: Tensor) -> Tensor:
+        q, k, v = x.unbind(0)
+        s = q @ k.mT
+        return (s + 0.3 * s.detach()).softmax(-1) @ v
+
+    x = torch.randn(3, 2, 13, 8, requires_grad=True)
+    fused = fusecomp.fuse(make_fx(fn, pre_dispatch=True)(x), [x])
+    got, wanted = (torch.autograd.grad(f(x).square().sum(), x)[0] for f in (fused, fn))
+    torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-4)
+
+
 def test_traced_graphs_with_constants() -> None:
     """A mask that the trace holds as a tensor, and cuts."""
     shown = torch.rand(40, 40) > 0.3
