@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fusecomp.errors import VerificationError
 from fusecomp.ir import data
-from fusecomp.ir.expr import Apply, Cast, Const, Expr, Load, kind, parts
+from fusecomp.ir.expr import Apply, Cast, Const, Expr, Load, kind, parts, variables
 from fusecomp.ir.reference import bind, evaluate_expr
 from fusecomp.ir.region import AttentionRegion, loads_of
 from fusecomp.running.subgraph import concrete
@@ -146,7 +146,8 @@ def leaving(region: AttentionRegion, tensors: Sequence[Tensor], sizes: Mapping[s
     found: set[str] = set()
     for name, place, coordinate in coordinates(region):
         if loads_of(coordinate) and kind(coordinate) == "int":
-            at, length = evaluate_expr(coordinate, env), by_name[name].shape[place]
+            own = env.over(*sorted(variables(coordinate)))
+            at, length = evaluate_expr(coordinate, own), by_name[name].shape[place]
             if at.numel() and length and (int(at.min()) < 0 or int(at.max()) >= length):
                 found |= loads_of(coordinate)
     return found
