@@ -19,9 +19,10 @@ THRESHOLD = {"infer": 97.0, "train0": 95.0, "train": 95.0}
 
 DIVERSE = [
     ("gpt_oss", "train0"), ("xlnet", "train0"), ("bert_decoder", "infer"), ("wavlm", "train0"),
-    ("llama4_text", "train0"), ("swin", "train0"),
+    ("llama4_text", "train0"), ("swin", "train0"), ("falcon", "train0"),
 ]  # fmt: skip
-"""Sinks and experts, a relative shift, padding across, gates on a bias, padded chunks, windows of images."""
+"""Sinks and experts, a relative shift, padding across, gates on a bias, padded chunks, windows of images,
+heads of Q, K and V side by side."""
 
 
 @pytest.fixture(scope="module", autouse=True)
