@@ -99,7 +99,7 @@ def bias_moved_by_a_key(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Tensor
     return (scores(q, k) + F.pad(bias[..., :-1], (1, 0))).softmax(-1) @ v
 
 
-@CASES.decline(square, "the weights are not a softmax", dtypes=FULL)
+@CASES.decline(square, "the softmax runs over another axis", dtypes=FULL)
 def normalised_apart(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     i, j = places(q, k)
     near = scores(q, k).masked_fill(j > i, -INF).softmax(-1)
