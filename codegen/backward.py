@@ -54,7 +54,7 @@ from fusecomp.ir.region import AttentionRegion
 from fusecomp.planning.backward import BackwardPlan, pair_plan
 from fusecomp.planning.tile import TilePlan
 
-VERSION = 5
+VERSION = 6
 """Part of every key: raise it when the same region and plan give another kernel."""
 
 OWN = frozenset({

@@ -53,7 +53,8 @@ list_query_tiles[(units * rows,)](tiles, states, rows, whole, q_tiles, k_tiles, 
 TURNED = [
     "unit, k_tile = row // rows, row % rows",
     "at = states_ptr + (unit * q_tiles + tile) * k_tiles + k_tile",
-    "state = tl.load(at, mask=(tile < whole) & (k_tile < k_tiles), other=1)",
+    "held = tl.where(k_tile < k_tiles, whole, 0)",
+    "state = tl.load(at, mask=tile < held, other=1)",
     "state = tl.where(tile < whole, state, 0)  # 1 throughout for keys that their end cuts",
 ]
 

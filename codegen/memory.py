@@ -131,7 +131,7 @@ def _operand_pointers(
     keys, columns = ("n[:, None]", "[None, :]") if keys_first else ("n[None, :]", "[:, None]")
     for c in chunks:
         places = frame.names.having({frame.kv_idx: keys, d: f"{c.d}{columns}"})
-        same = "" if varies(found, frame.kv_idx) else f"0 * {keys} + "
+        same = "" if found.rows or varies(found, frame.kv_idx) else f"0 * {keys} + "
         lines.append(f"{stem}_offsets{c.part} = {same}{sum_text(found.offsets, places, wide=False)}")
     return lines
 
