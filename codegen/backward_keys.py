@@ -39,8 +39,8 @@ ROWS = "first_row + q_start + m"
 """Where lse and delta hold a tile's queries."""
 LONG = 128
 """Keys of a tile from which on heads take turns, as they do where some share the keys: there programs are few and long.
-On an H200, causal, 64 heads of 4,096: D128 1.11 to 1.05 ms, D64 in groups of four 0.77 to 0.68, but D64 with tiles of
-64 keys 0.66 to 0.71."""
+Causal, 64 heads of 4,096, examples/bench/records/turns_h200.json: D128 1.11 to 1.05 ms, D64 in groups of four 0.77 to
+0.68, but D64 with tiles of 64 keys 0.66 to 0.71."""
 
 
 # ----------------------------------------------------------------------------------------------------------------
