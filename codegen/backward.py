@@ -24,7 +24,7 @@ from fusecomp.codegen.backward_check import backward_selfcheck
 from fusecomp.codegen.backward_document import constants, document
 from fusecomp.codegen.backward_exact import Fixed, require_gradients
 from fusecomp.codegen.backward_frame import GradientFrame, Leaf
-from fusecomp.codegen.backward_launcher import DELTA_ROWS, backward_launch, declared, parameters
+from fusecomp.codegen.backward_launcher import DELTA_ROWS, backward_launch, parameters
 from fusecomp.codegen.backward_skeletons import (
     BACKWARD_MODULE,
     KEY_GRADIENTS,
@@ -40,7 +40,7 @@ from fusecomp.codegen.backward_table import other_tiles, table_kernels
 from fusecomp.codegen.backward_tile import log_sums
 from fusecomp.codegen.document import kernel_name, title
 from fusecomp.codegen.emit import RESERVED, require_free_names
-from fusecomp.codegen.launcher import unspecialised, wrapped
+from fusecomp.codegen.launcher import declared, unspecialised, wrapped
 from fusecomp.codegen.logsumexp import saved
 from fusecomp.codegen.memory import fixed_loads, query_tiles, tile_pointers
 from fusecomp.codegen.philox import IN_TRITON

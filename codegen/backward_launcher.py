@@ -47,11 +47,6 @@ def with_gradients(frame: GradientFrame) -> dict[str, int]:
     return {"out": ranks.pop("out"), **gradients, **ranks, "row_values": 3}
 
 
-def declared(params: Sequence[str]) -> Lines:
-    """Parameters as the kernel declares them."""
-    return [f"{p}: tl.constexpr" if p.startswith("BLOCK_") else p for p in params]
-
-
 def call(
     frame: GradientFrame, kernel: str, grid: Sequence[str], params: Sequence[str], plan: TilePlan
 ) -> Lines:

@@ -15,13 +15,12 @@ from __future__ import annotations
 from dataclasses import replace
 
 from fusecomp.codegen.backward_frame import GradientFrame
-from fusecomp.codegen.backward_launcher import call, declared, parameters
-from fusecomp.codegen.launcher import by_name, rounded_up, unspecialised, wrapped
+from fusecomp.codegen.backward_launcher import call, parameters
+from fusecomp.codegen.launcher import by_name, rounded_up
 from fusecomp.codegen.printer import triton_text
 from fusecomp.codegen.program import factor
 from fusecomp.codegen.skeletons import fill
-from fusecomp.codegen.source import names_read, tidy
-from fusecomp.codegen.table import LARGER, STATES, TableFrame, listed, row_of, states, table
+from fusecomp.codegen.table import LARGER, TableFrame, listed, row_of, states_kernel, table
 from fusecomp.codegen.tile import indented
 from fusecomp.ir.expr import Var
 
@@ -64,14 +63,9 @@ def table_kernels(queries: GradientFrame, keys: GradientFrame) -> list[str]:
     if not queries.tabled:
         return []
     own = TableFrame(queries.region, queries.plan)
-    body = fill(STATES.partition("):\n")[2], states(own))
-    body = tidy("def kernel():\n" + body).removeprefix("def kernel():\n")
-    read = names_read("def kernel():\n" + body)
-    params = parameters(queries, read, ["states_ptr"])
-    sizes = "[" + ", ".join(f'"{p}"' for p in unspecialised(own, params)) + "]"
-    head = fill(STATES.partition("):\n")[0], {"sizes": sizes, "parameters": wrapped(declared(params), 4)})
+    kernel, params = states_kernel(own, lambda read: parameters(queries, read, ["states_ptr"]))
     return [
-        f"{head}):\n{body}",
+        kernel,
         LARGER,
         listed("list_key_tiles", ["k_tiles"]),
         listed("list_query_tiles", ["rows", "whole", "q_tiles", "k_tiles"], "whole", TURNED),

@@ -63,6 +63,11 @@ def rounded_up(n: str, size: object) -> str:
     return f"-(-{n if n.isidentifier() or n.isdigit() else f'({n})'} // {size})"
 
 
+def declared(params: Sequence[str]) -> Lines:
+    """Parameters as the kernel declares them."""
+    return [f"{p}: tl.constexpr" if p.startswith("BLOCK_") else p for p in params]
+
+
 def wrapped(items: Iterable[str], indent: int = 0, width: int = 100) -> Lines:
     """Comma-separated items, as many a line as fit."""
     lines: Lines = []

@@ -13,12 +13,12 @@ the keys cuts, which is in no table.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property, reduce
+from functools import cached_property, partial, reduce
 
 from fusecomp.codegen.frame import Frame
-from fusecomp.codegen.launcher import by_name, call, parameters, rounded_up, unspecialised, wrapped
+from fusecomp.codegen.launcher import by_name, call, declared, parameters, rounded_up, unspecialised, wrapped
 from fusecomp.codegen.memory import element_loads, element_pointers, fixed_loads
 from fusecomp.codegen.printer import triton_text
 from fusecomp.codegen.program import columns, decoded, query_rows
@@ -160,13 +160,17 @@ def table_kernels(frame: Frame) -> list[str]:
     """tile_states, list_tiles and what launches them."""
     made = table(frame.region, frame.plan)
     own = TableFrame(frame.region, frame.plan)
-    body = fill(STATES.partition("):\n")[2], states(own))
-    body = tidy("def kernel():\n" + body).removeprefix("def kernel():\n")
-    params = parameters(own, names_read("def kernel():\n" + body))
-    head = STATES.partition("):\n")[0]
-    sizes = "[" + ", ".join(f'"{p}"' for p in unspecialised(own, params)) + "]"
-    kernel = fill(head, {"sizes": sizes, "parameters": wrapped(params, 4)}) + "):\n" + body
+    kernel, params = states_kernel(own, partial(parameters, own))
     return [kernel, LARGER, listed("list_tiles", ["k_tiles"]), _host(own, made, params)]
+
+
+def states_kernel(frame: TableFrame, taken: Callable[[frozenset[str]], list[str]]) -> tuple[str, list[str]]:
+    """(tile_states, what it takes), of the names that it reads."""
+    head, _, body = STATES.partition("):\n")
+    body = tidy("def kernel():\n" + fill(body, states(frame))).removeprefix("def kernel():\n")
+    params = taken(names_read("def kernel():\n" + body))
+    sizes = "[" + ", ".join(f'"{p}"' for p in unspecialised(frame, params)) + "]"
+    return fill(head, {"sizes": sizes, "parameters": wrapped(declared(params), 4)}) + "):\n" + body, params
 
 
 BESIDE = ["state = tl.load(states_ptr + row * k_tiles + tile, mask=tile < k_tiles, other=0)"]
