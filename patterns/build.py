@@ -225,14 +225,7 @@ def bind(
     def access(x: Load) -> Access:
         return Access(names[x.tensor], tuple(map(named, x.index)))
 
-    blind = scores.fill != float("-inf") and not sees_a_key(scores.keep, found.index("q_idx"), found.index("kv_idx"))
-    blind = blind and found.weights.sink is None
-    if found.weights.zeroed and not sees_a_key(scores.keep, found.index("q_idx"), found.index("kv_idx")):
-        raise Decline(OTHER_ZEROS, anchor, "zero the output, or fill the weights where the scores are filled")
-    subtracted = blind and found.weights.subtracted
-    if subtracted and learns(found.output):
-        raise Decline(f"it is trained, and a query that sees no key loses the logarithm of the sum in {scores.fill:g}",
-                      anchor, "use softmax or log_softmax, or fill with -inf")  # fmt: skip
+    blind = filled_rows(found, scores, anchor)
     v_named = named(Var("dv", const(int(found_dv(v)))))
     at = place(anchor)
     region = AttentionRegion(
@@ -248,7 +241,7 @@ def bind(
         keep=tuple(map(named, scores.keep)),
         filled_score=named(found.weights.scores) if blind else None,
         fill=scores.fill if blind else float("-inf"),
-        subtracted=subtracted,
+        subtracted=blind and found.weights.subtracted,
         weight=named(found.weights.factor),
         sink=named(found.weights.sink) if found.weights.sink is not None else None,
         empty_row=found.weights.empty_row,
@@ -265,6 +258,20 @@ def bind(
     nodes = tuple(lift.reads[name].node for name in names)
     path = frozenset({*lift.visited, *interior, found.output} - set(nodes))
     return Match(region, found.output, nodes, known, out_shape, interior, path, anchor, lift.absorbs)
+
+
+def filled_rows(found: Found, scores: Masked, anchor: Node) -> bool:
+    """Whether a query may see no key, and then weighs the filled scores. Raises Decline where no kernel does as it."""
+    finite = scores.fill != float("-inf")
+    if not (finite or found.weights.zeroed) or sees_a_key(scores.keep, found.index("q_idx"), found.index("kv_idx")):
+        return False
+    if found.weights.zeroed:
+        raise Decline(OTHER_ZEROS, anchor, "zero the output, or fill the weights where the scores are filled")
+    blind = finite and found.weights.sink is None
+    if blind and found.weights.subtracted and learns(found.output):
+        raise Decline(f"it is trained, and a query that sees no key loses the logarithm of the sum in {scores.fill:g}",
+                      anchor, "use softmax or log_softmax, or fill with -inf")  # fmt: skip
+    return blind
 
 
 def found_dv(v: Load) -> int:
