@@ -31,7 +31,7 @@ from fusecomp.running.operator import (
 def fixed(*args: Any) -> str | None:
     """All that a call takes beside tensors as one string; None where some length is known only when it is made.
 
-    PyTorch hands a string to an operator in half the time that it takes for four lists of numbers.
+    PyTorch hands a string to an operator sooner than four lists of numbers.
     """
     numbers = [n for x in args if isinstance(x, list | tuple) for n in x]
     if not all(type(n) is int for n in numbers):

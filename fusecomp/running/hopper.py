@@ -32,9 +32,8 @@ LEAST_TILES = 4
 4.5 of them (causal, N 1024) it takes 0.15 ms where the portable kernel takes 0.23 (hopper_h200.json)."""
 
 LEAST_BUFFERS = 3
-"""Tiles in shared memory of what the score reads for each pair: more than any head size has room for. With two (D 64) a
-bias of every head took 0.79 ms at B4 H16 N4096 where the portable kernel took 0.99, launched by itself; inside a
-compiled program such kernels have not run on a device yet, so the portable one does."""
+"""Tiles in shared memory of what the score reads for each pair: more than any head size has room for. Inside a compiled
+program such kernels have not run on a device yet, so the portable one does."""
 
 
 @cache
