@@ -10,9 +10,8 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 
 from fusecomp.codegen import backward_keys as keys
 from fusecomp.codegen import backward_memory as memory
@@ -40,13 +39,13 @@ from fusecomp.codegen.backward_table import other_tiles, table_kernels
 from fusecomp.codegen.backward_tile import log_sums
 from fusecomp.codegen.document import kernel_name, title
 from fusecomp.codegen.emit import RESERVED, require_free_names
-from fusecomp.codegen.launcher import declared, unspecialised, wrapped
+from fusecomp.codegen.function import Holes, function
 from fusecomp.codegen.logsumexp import saved
 from fusecomp.codegen.memory import fixed_loads, query_tiles, tile_pointers
 from fusecomp.codegen.philox import IN_TRITON
 from fusecomp.codegen.program import batch_axes, columns, edge_loop, full_range, key_range, query_rows, stored_rows
 from fusecomp.codegen.skeletons import fill
-from fusecomp.codegen.source import KernelSource, check, names_read, tidy
+from fusecomp.codegen.source import KernelSource, check
 from fusecomp.codegen.table import full_tiles, table_row
 from fusecomp.errors import KernelError
 from fusecomp.ir.algebra import draws
@@ -263,14 +262,6 @@ def pair_gradient(frame: GradientFrame, leaf: Leaf) -> tuple[str, list[str]]:
     return finished(frame, SHARED_PAIR_GRADIENT, f"{leaf.name}_gradient", holes)
 
 
-def finished(
-    frame: GradientFrame, skeleton: str, name: str, holes: Mapping[str, str | list[str]]
-) -> tuple[str, list[str]]:
-    """The filled skeleton, taking only the parameters that it reads."""
-    head, _, body = skeleton.partition("):\n")
-    body = tidy("def kernel():\n" + fill(body, holes)).removeprefix("def kernel():\n")
-    params = parameters(frame, names_read("def kernel():\n" + body))
-    lengths = [*unspecialised(frame, params), *(p for p in params if p == "splits")]
-    sizes = "[" + ", ".join(f'"{p}"' for p in lengths) + "]"
-    filled = fill(head, {"sizes": sizes, "name": name, "parameters": wrapped(declared(params), 4)})
-    return filled + "):\n" + body, params
+def finished(frame: GradientFrame, skeleton: str, name: str, holes: Holes) -> tuple[str, list[str]]:
+    """(kernel, parameters): pointers, strides, sizes and its tile, as far as it reads them."""
+    return function(frame, skeleton, name, holes, partial(parameters, frame))

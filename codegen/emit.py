@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import keyword
-from collections.abc import Mapping, Set
-from functools import lru_cache
+from collections.abc import Set
+from functools import lru_cache, partial
 
 from fusecomp.codegen import hopper, hopper_text, turns
 from fusecomp.codegen.base2 import LOG2E
@@ -27,7 +27,8 @@ from fusecomp.codegen.decode import (
 from fusecomp.codegen.descriptors import HELPERS, descriptors
 from fusecomp.codegen.document import document, kernel_name, title
 from fusecomp.codegen.frame import Frame
-from fusecomp.codegen.launcher import parameters, prefill_launch, unspecialised, wrapped
+from fusecomp.codegen.function import Holes, function
+from fusecomp.codegen.launcher import parameters, prefill_launch
 from fusecomp.codegen.logsumexp import combined_lse, rescued_lse, store_lse
 from fusecomp.codegen.memory import fixed_loads, query_tiles, tile_pointers
 from fusecomp.codegen.philox import IN_TRITON
@@ -47,7 +48,7 @@ from fusecomp.codegen.program import (
 from fusecomp.codegen.schedule import decoded, reach_of, schedule, share
 from fusecomp.codegen.selfcheck import selfcheck
 from fusecomp.codegen.skeletons import COMBINE, DECODE, MODULE, PREFILL, RESCUE, fill
-from fusecomp.codegen.source import KernelSource, check, names_read, tidy
+from fusecomp.codegen.source import KernelSource, check, names_read
 from fusecomp.codegen.table import full_tiles, other_tiles, table_kernels, table_row, visits_of
 from fusecomp.codegen.tile import edge_tile, full_tile, rescue, rounded_sum, unseen_below, visit
 from fusecomp.errors import KernelError
@@ -217,13 +218,9 @@ def common(frame: Frame) -> dict[str, list[str]]:
     }
 
 
-def finished(frame: Frame, skeleton: str, name: str, holes: Mapping[str, str | list[str]]) -> tuple[str, list[str]]:
-    """The filled skeleton, taking only the parameters that it reads."""
-    head, _, body = skeleton.partition("):\n")
-    body = tidy("def kernel():\n" + fill(body, holes)).removeprefix("def kernel():\n")
-    params = parameters(frame, names_read("def kernel():\n" + body))
-    sizes = "[" + ", ".join(f'"{p}"' for p in unspecialised(frame, params)) + "]"
-    return fill(head, {"sizes": sizes, "name": name, "parameters": wrapped(params, 4)}) + "):\n" + body, params
+def finished(frame: Frame, skeleton: str, name: str, holes: Holes) -> tuple[str, list[str]]:
+    """(kernel, parameters): pointers, scratch, strides and sizes that it reads."""
+    return function(frame, skeleton, name, holes, partial(parameters, frame))
 
 
 def constants(frame: Frame, read: Set[str]) -> list[str]:

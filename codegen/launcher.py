@@ -15,6 +15,8 @@ from fusecomp.ir.region import AttentionRegion
 Lines = list[str]
 SCHEDULED = ("requests", "units", "programs")
 """What the host counts for `schedule`."""
+SHARED = ("splits",)
+"""What it counts for the sum of a gradient whose programs are many."""
 
 
 def parameters(frame: Frame, read: Iterable[str]) -> list[str]:
@@ -30,7 +32,7 @@ def parameters(frame: Frame, read: Iterable[str]) -> list[str]:
 
 def unspecialised(frame: Frame, params: list[str]) -> list[str]:
     """Lengths: a new value must not compile a new kernel."""
-    return [p for p in params if p in (*frame.region.sizes, *SCHEDULED)]
+    return [p for p in params if p in (*frame.region.sizes, *SCHEDULED, *SHARED)]
 
 
 def arguments(params: Sequence[str], ranks: Mapping[str, int]) -> list[str]:

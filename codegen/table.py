@@ -13,18 +13,18 @@ the keys cuts, which is in no table.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial, reduce
 
 from fusecomp.codegen.frame import Frame
-from fusecomp.codegen.launcher import by_name, call, declared, parameters, rounded_up, unspecialised, wrapped
+from fusecomp.codegen.function import Taken, function, quoted
+from fusecomp.codegen.launcher import by_name, call, parameters, rounded_up
 from fusecomp.codegen.memory import element_loads, element_pointers, fixed_loads
 from fusecomp.codegen.printer import triton_text
 from fusecomp.codegen.program import columns, decoded, query_rows
 from fusecomp.codegen.selfcheck import Visits
 from fusecomp.codegen.skeletons import fill
-from fusecomp.codegen.source import names_read, tidy
 from fusecomp.codegen.tile import indented, masked_tile, places
 from fusecomp.codegen.values import Values, element_values
 from fusecomp.errors import KernelError
@@ -40,7 +40,7 @@ VERSION = 1
 
 STATES = '''\
 @triton.jit(do_not_specialize=«sizes»)
-def tile_states(
+def «name»(
     «parameters»
 ):
     program = tl.program_id(0)
@@ -164,13 +164,9 @@ def table_kernels(frame: Frame) -> list[str]:
     return [kernel, LARGER, listed("list_tiles", ["k_tiles"]), _host(own, made, params)]
 
 
-def states_kernel(frame: TableFrame, taken: Callable[[frozenset[str]], list[str]]) -> tuple[str, list[str]]:
-    """(tile_states, what it takes), of the names that it reads."""
-    head, _, body = STATES.partition("):\n")
-    body = tidy("def kernel():\n" + fill(body, states(frame))).removeprefix("def kernel():\n")
-    params = taken(names_read("def kernel():\n" + body))
-    sizes = "[" + ", ".join(f'"{p}"' for p in unspecialised(frame, params)) + "]"
-    return fill(head, {"sizes": sizes, "parameters": wrapped(declared(params), 4)}) + "):\n" + body, params
+def states_kernel(frame: TableFrame, taken: Taken) -> tuple[str, list[str]]:
+    """(tile_states, its parameters)."""
+    return function(frame, STATES, "tile_states", states(frame), taken)
 
 
 BESIDE = ["state = tl.load(states_ptr + row * k_tiles + tile, mask=tile < k_tiles, other=0)"]
@@ -179,8 +175,7 @@ BESIDE = ["state = tl.load(states_ptr + row * k_tiles + tile, mask=tile < k_tile
 
 def listed(name: str, lengths: Sequence[str], count: str = "k_tiles", state: Sequence[str] = BESIDE) -> str:
     """A kernel that lists the tiles of each row, `count` of them, by their states."""
-    sizes = "[" + ", ".join(f'"{n}"' for n in lengths) + "]"
-    return fill(LIST, {"name": name, "sizes": sizes, "lengths": ", ".join(lengths), "count": count,
+    return fill(LIST, {"name": name, "sizes": quoted(lengths), "lengths": ", ".join(lengths), "count": count,
                        "state": list(state)})  # fmt: skip
 
 
