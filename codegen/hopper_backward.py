@@ -23,6 +23,7 @@ from fusecomp.codegen.printer import triton_dtype
 from fusecomp.codegen.skeletons import fill
 from fusecomp.codegen.source import names_read, tidy
 from fusecomp.codegen.tile import indented
+from fusecomp.ir.algebra import depends_on_score
 from fusecomp.ir.region import AttentionRegion, extent
 from fusecomp.planning.backward import BackwardPlan
 from fusecomp.planning.tile import TilePlan
@@ -34,6 +35,8 @@ STAY = 128
 WALKED = {64: (128, 128, 2), 128: (64, 64, 2)}
 """Head size -> queries that a tile of keys walks at a time, keys that one of queries does, and how many such tiles of
 each tensor shared memory holds. Longer ones take more registers than there are."""
+BENT = {**WALKED, 64: (64, 128, 2)}
+"""The same where the derivative of S varies, which takes registers too."""
 NAMES = frozenset({
     "left", "d_left", "slot", "tile", "product", "copied", "copied_in", "multiplied", "barrier", "given",
     "instruction", "described", "in_rows", "padded", "row_values", "key_sums", "query_sums",
@@ -57,7 +60,8 @@ def expresses(region: AttentionRegion, learned: Set[str]) -> bool:
 
 def specialised(region: AttentionRegion, plan: TilePlan) -> BackwardPlan:
     """These kernels' tiles, whose cost nothing predicts yet; `plan` is that of the forward kernel for Hopper."""
-    queries, keys, stages = WALKED[extent(region.dv)]
+    bent = any(depends_on_score(rest) for rest, _ in GradientFrame(region, plan).derivative.values())
+    queries, keys, stages = (BENT if bent else WALKED)[extent(region.dv)]
     plan = replace(plan, stages=stages, consumers=2)
     return BackwardPlan(replace(plan, block_m=STAY, block_n=keys), replace(plan, block_m=queries, block_n=STAY))
 

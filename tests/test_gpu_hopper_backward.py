@@ -11,6 +11,7 @@ import pytest
 import torch
 from test_gpu_hopper import (  # noqa: F401 - `always` is a fixture
     FLOOR,
+    OPTIONS,
     Attend,
     alibi,
     always,
@@ -27,13 +28,12 @@ from torch import Tensor
 from fusecomp.codegen.backward import BackwardSource, emit_backward
 from fusecomp.ir.region import AttentionRegion
 from fusecomp.planning.backward import BackwardPlan
-from fusecomp.running import hopper, lower
+from fusecomp.running import lower
 
 
 @pytest.fixture
 def planned(monkeypatch: pytest.MonkeyPatch) -> list[BackwardPlan]:
     """Of the backward kernels that are made, in order: where the first disagree, portable ones follow."""
-    monkeypatch.setattr(hopper, "TRAINS", True)
     found: list[BackwardPlan] = []
 
     def made(region: AttentionRegion, plan: BackwardPlan, *more: Any) -> BackwardSource:
@@ -47,7 +47,7 @@ def planned(monkeypatch: pytest.MonkeyPatch) -> list[BackwardPlan]:
 def differentiated(fn: Attend, args: list[Tensor], planned: list[BackwardPlan]) -> None:
     """Gradients beside those of the program in float64, by backward kernels for Hopper, twice the same."""
     args = [x.requires_grad_() for x in args]
-    fast = torch.compile(fn, backend="fusecomp", options={"inner": "aot_eager", "strict": True})
+    fast = torch.compile(fn, backend="fusecomp", options=OPTIONS)
     up = torch.randn_like(out := fast(*args))
     found = torch.autograd.grad(out, args, up)
     assert planned[-1].keys.consumers == planned[-1].queries.consumers == 2
@@ -87,7 +87,7 @@ def test_gradients_of_heads_side_by_side(planned: list[BackwardPlan]) -> None:
 def test_a_gradient_that_is_expanded(planned: list[BackwardPlan]) -> None:
     """The gradient of a sum has strides of 0, which no descriptor can say."""
     args = [torch.randn(2, 3, 200, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True) for _ in range(3)]
-    fast = torch.compile(causal, backend="fusecomp", options={"inner": "aot_eager", "strict": True})
+    fast = torch.compile(causal, backend="fusecomp", options=OPTIONS)
     found = torch.autograd.grad(fast(*args).sum(), args[2])
     assert planned[-1].keys.consumers == 2
     exact = torch.autograd.grad(causal(*(x.double() for x in args)).sum(), args[2])

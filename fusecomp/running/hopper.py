@@ -21,9 +21,6 @@ from fusecomp.planning.plan import plan
 from fusecomp.running.inputs import example_of
 from fusecomp.settings import Options
 
-TRAINS = False
-"""Whether the backward kernels for Hopper are taken. They have neither run on one nor been measured there yet, which is
-what tests/test_gpu_hopper_backward.py and examples/bench/hopper_backward.py are for."""
 LEAST_SECONDS = 2e-4
 """Predicted for the portable kernel. In shorter launches the host takes longer than the kernel, and four descriptors
 take it longer than pointers."""
@@ -58,7 +55,7 @@ def takes(match: Match, sizes: Mapping[str, int], options: Options) -> bool:
 
 def trains(match: Match) -> bool:
     """Whether what learns, if anything does, gets its gradients from kernels for Hopper too."""
-    return not match.learned or (TRAINS and hopper_backward.expresses(match.region, match.learned))
+    return not match.learned or hopper_backward.expresses(match.region, match.learned)
 
 
 def pays(region: AttentionRegion, sizes: Mapping[str, int], device: Device) -> bool:
