@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from functools import partial, reduce
 
 from fusecomp.codegen.backward_frame import GradientFrame, roles
 from fusecomp.codegen.derivative import derivative
@@ -147,19 +148,21 @@ def values_of(fixed: Fixed) -> dict[Expr, Expr]:
     return {Size(name): Const(n) for name, n in fixed}
 
 
-def covers(region: AttentionRegion, name: str, fixed: Fixed = ()) -> bool:
-    """Whether the gradient of an operand is written whole: one access, a different whole index in each dimension."""
-    accesses = [a for a in roles(region) if a.operand == name]
-    if len(accesses) > 1:
-        return False
-    index, shape = (sized(x, values_of(fixed)) for x in (accesses[0].index, region.operand(name).shape))
-    for e, size in zip(index, shape, strict=True):
-        match e:
-            case Var(_, own) if own == size:
-                continue
-            case Apply("floordiv", (Var(_, own), c)) if apply("floordiv", own, c) == size:
-                continue
-            case Const(0) if size == Const(1):
-                continue
-        return False
-    return True
+def covers(frame: GradientFrame, name: str, fixed: Fixed = ()) -> bool:
+    """Whether the gradient of an operand is written whole: no element is written twice, so that they need only be as
+    many as it has."""
+    region, known = frame.region, values_of(fixed)
+    of_queries = [(p.q, (*region.batch, region.q_idx, p.d)) for p in region.products]
+    of_keys = [*((p.k, p.d) for p in region.products), (region.v, region.dv)]
+    written = [axes for a, axes in of_queries if a.operand == name]
+    written += [(*frame.key_axes, region.kv_idx, d) for a, d in of_keys if a.operand == name]
+    total: Expr = Const(0)
+    for axes in written:
+        total = apply("add", total, product(v.size for v in axes))
+    (total,), (whole,) = sized([total], known), sized([product(region.operand(name).shape)], known)
+    return poly(total) == poly(whole)
+
+
+def product(sizes: Iterable[Expr]) -> Expr:
+    """How many elements there are."""
+    return reduce(partial(apply, "mul"), sizes, Const(1))

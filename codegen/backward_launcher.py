@@ -74,7 +74,7 @@ def backward_launch(frames: dict[str, GradientFrame], params: dict[str, list[str
     seen = [*dict.fromkeys([*(p.k.operand for p in region.products), region.v.operand]), *_summed(keys, "keys")]
     lines = [
         *begun(queries, fixed),
-        f"delta = torch.empty_like({'lse[..., 0].contiguous()' if saved(region) else 'lse'})",
+        f"delta = {'lse.new_empty(lse.shape[:-1])' if saved(region) else 'torch.empty_like(lse)'}",
         *(line for leaf in queries.leaves if leaf.name not in frames for line in memory(queries, leaf)),
     ]
     block = TilePlan("", DELTA_ROWS, 0, (), (), 4, 1)
@@ -148,7 +148,7 @@ def _gradients(frame: GradientFrame, names: Sequence[str], fixed: Fixed) -> Line
     lines: Lines = []
     for name in names:
         lines.append(f"grad_{name} = grads[{places.index(name)}]")
-        if name not in frame.learned and not covers(frame.region, name, fixed):
+        if name not in frame.learned and not covers(frame, name, fixed):
             lines += [f"if grad_{name} is not None:", f"    grad_{name}.zero_()  # not every element is read"]
     return lines
 

@@ -161,3 +161,13 @@ def test_nothing_is_zeroed_that_is_written_whole(interpreter: Interpreter, keys:
     text = emit_backward(r, small(r), frozenset(), fixed).text
     assert [z in text for z in zeroed] == [False, keys > 37, keys > 37]
     assert all(z in emit_backward(r, small(r)).text for z in zeroed)
+
+
+@pytest.mark.parametrize("heads", [3, 2])
+def test_nothing_is_zeroed_that_heads_fill(interpreter: Interpreter, heads: int) -> None:
+    """Heads beside each other in one axis, Q, K and V in one tensor: two of its three heads leave columns."""
+    r = packed(48, 16)
+    sizes = {**SIZES, "B": 2, "H": heads, "M": 37, "N": 37, "L": 37}
+    agree(interpreter, r, [normal(2, 37, 144)], sizes, fixed=(fixed := tuple(sizes.items())))
+    zeroed = "grad_qkv.zero_()  # not every element is read"
+    assert (zeroed in emit_backward(r, small(r), frozenset(), fixed).text) == (heads == 2)

@@ -344,7 +344,7 @@ def launch(grads, out, grad_out, lse, tensors, sizes):
             if grad is not None:
                 grad.zero_()
         return
-    delta = torch.empty_like(lse[..., 0].contiguous())
+    delta = lse.new_empty(lse.shape[:-1])
     row_products[(B * -(-M // 64),)](
         out, grad_out, delta, *out.stride(), *grad_out.stride(), M, BLOCK_M=64, num_warps=4,
         num_stages=1,
