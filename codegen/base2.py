@@ -33,6 +33,10 @@ class Exponent:
     natural: bool
     """The row maximum is in natural units: differences are multiplied by log2(e)."""
 
+    def exp(self, difference: str) -> str:
+        """exp of a difference of two row maxima, or of a score and one."""
+        return f"tl.exp2(({difference}) * LOG2E)" if self.natural else f"tl.exp2({difference})"
+
 
 def exponent(score: Expr, moving: frozenset[str], exact: bool = False) -> Exponent:
     """How softmax(score) is written with exp2; `moving` names the indices that vary inside a tile, `exact`: of float32

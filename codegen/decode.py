@@ -92,12 +92,6 @@ def held(frame: Frame) -> Lines:
     return [f"maxnreg={frame.plan.registers}"] if frame.plan.registers else []
 
 
-def exponents(frame: Frame) -> tuple[str, str]:
-    """m_s - m' and m - m' in base 2."""
-    pairs = "part_max - pivot", "row_max - pivot"
-    return (f"({pairs[0]}) * LOG2E", f"({pairs[1]}) * LOG2E") if frame.exponent.natural else pairs
-
-
 def decode_launch(frame: Frame, kernels: dict[str, list[str]], saves_lse: bool = False) -> Lines:
     """Programs enough to fill the device, and one more for each request."""
     n, m = (triton_text(v.size, frame.names) for v in (frame.kv_idx, frame.q_idx))

@@ -15,7 +15,6 @@ from fusecomp.codegen.decode import (
     PREVIOUS,
     combined_columns,
     decode_launch,
-    exponents,
     first_share,
     keep_max,
     overlap,
@@ -161,7 +160,6 @@ def decode(frame: Frame, saves_lse: bool = False) -> tuple[str, list[str]]:
     holes |= {"stored_rows": stored_rows(frame), "store_parts": store_parts(frame)}
     holes |= {"key_range": reach_of("request", frame, taken), "full_range": [*last_query(frame), *full_range(frame)]}
     attention, params = finished(frame, DECODE, "attention", holes)
-    parts, rows = exponents(frame)
     combine, combine_params = finished(
         frame,
         COMBINE,
@@ -171,8 +169,8 @@ def decode(frame: Frame, saves_lse: bool = False) -> tuple[str, list[str]]:
             "length": triton_text(frame.q_idx.size, frame.names),
             "width": str(width(frame)),
             "previous_kernel": overlap(frame, PREVIOUS),
-            "part_exponent": parts,
-            "row_exponent": rows,
+            "weight": frame.exponent.exp("part_max - pivot"),
+            "rescale": frame.exponent.exp("row_max - pivot"),
             "keep": [*(combined_lse(frame) if saves_lse else []), *keep_max(frame)],
             "store": store_combined(frame),
         },

@@ -161,8 +161,8 @@ def _consumer(frame: Frame, saves_lse: bool) -> Holes:
     top = "(row_max - shift)" if slope else "row_max"
     edge = [*scored(frame, e, frame.reach.tested, edge=True), *shift]
     shared: Holes = {"to_max": " + shift" if slope else factor, "dtype": dtype, "pairs": pairs.read(frame),
-              "weights": _exp2(frame, f"score{factor} - {top}[:, None]"),
-              "rescale": _exp2(frame, "row_max - new_max")}  # fmt: skip
+              "weights": e.exp(f"score{factor} - {top}[:, None]"),
+              "rescale": e.exp("row_max - new_max")}  # fmt: skip
     edge_step = fill(STEP, {**shared, "score": edge})
     full_step = fill(STEP, {**shared, "score": [*scored(frame, e, frame.reach.loose, edge=False), *shift]})
     held, window = HELD.splitlines() if holds_q(frame.plan, size) else [], frame.k_begin != "0"
@@ -235,10 +235,6 @@ def _loop(head: str, step: str) -> Lines:
     return [head, *("    " + line for line in step.splitlines()), ""]
 
 
-def _exp2(frame: Frame, difference: str) -> str:
-    return f"tl.exp2(({difference}) * LOG2E)" if frame.exponent.natural else f"tl.exp2({difference})"
-
-
 def _rows(frame: Frame) -> Lines:
     """q_idx [64, 1] of each row. Rows past the end repeat the last query, and are not stored."""
     size = triton_text(frame.q_idx.size, frame.names)
@@ -257,9 +253,9 @@ def _least(frame: Frame) -> str:
 
 def _finish(frame: Frame, saves_lse: bool) -> Lines:
     """The sink's own weight, what is saved, and what an empty row gives."""
-    lines = []
+    lines, e = [], frame.exponent
     if frame.sink is not None:
-        lines.append(f"row_sum = row_sum + {_exp2(frame, f'{sink_text(frame, frame.exponent)} - row_max')}")
+        lines.append(f"row_sum = row_sum + {e.exp(f'{sink_text(frame, e)} - row_max')}")
     lines += ["outer = outer.to(tl.int64)", *store_lse(frame)] if saves_lse else []
     if frame.region.empty_row == "zero":
         lines.append("row_sum = tl.where(row_sum == 0.0, 1.0, row_sum)  # a row that sees no key gives 0")

@@ -142,8 +142,8 @@ def «name»(
 
         new_max = tl.maximum(row_max, tl.max(part_max, axis=0))
         pivot = tl.where(new_max == float("-inf"), 0.0, new_max)
-        weight = tl.exp2(«part_exponent»)
-        rescale = tl.exp2(«row_exponent»)
+        weight = «weight»
+        rescale = «rescale»
         row_sum = row_sum * rescale + tl.sum(part_sum * weight, axis=0)
         row_max = new_max
         acc = acc * rescale + tl.sum(part_acc * weight[:, None], axis=0)

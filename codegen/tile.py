@@ -143,15 +143,13 @@ def softmax(frame: Frame, e: Exponent, pivot: bool) -> Lines:
     """m' = max(m, max S);  P = exp(S - m');  l' = l exp(m - m') + sum P."""
     factor = f" * {frame.factor(e)}" if e.scale != 1.0 else ""
     under = "pivot" if pivot else "new_max"
-    p, rescale = f"score{factor} - {under}[:, None]", f"row_max - {under}"
-    if e.natural:
-        p, rescale = f"({p}) * LOG2E", f"({rescale}) * LOG2E"
+    p = f"score{factor} - {under}[:, None]"
     finite = 'pivot = tl.where(new_max == float("-inf"), 0.0, new_max)  # finite in a row that has seen no key yet'
     return [
         f"new_max = tl.maximum(row_max, tl.max(score, axis=1){factor})",
         *([finite] if pivot else []),
-        f"p = tl.exp2({p})",
-        f"rescale = tl.exp2({rescale})",
+        f"p = {e.exp(p)}",
+        f"rescale = {e.exp(f'row_max - {under}')}",
         "row_sum = row_sum * rescale + tl.sum(p, axis=1)",
         "row_max = new_max",
     ]
