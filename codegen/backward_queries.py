@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from fusecomp.codegen.address import Address, address
-from fusecomp.codegen.backward_frame import GradientFrame
+from fusecomp.codegen.backward_frame import GradientFrame, Leaf
 from fusecomp.codegen.backward_tile import (
     accumulated,
     leaf_gradient,
@@ -28,6 +28,7 @@ from fusecomp.codegen.philox import kept
 from fusecomp.codegen.printer import show, triton_text
 from fusecomp.codegen.program import stored_rows
 from fusecomp.codegen.tile import indented, places
+from fusecomp.ir.algebra import depends_on_score
 from fusecomp.ir.expr import Expr, Var
 from fusecomp.ir.primitives import PLUS
 
@@ -107,7 +108,20 @@ def query_values(frame: GradientFrame) -> Lines:
 
 def accumulators(frame: GradientFrame) -> Lines:
     queries = [f"{c.name('dq_acc')} = tl.zeros([BLOCK_M, {c.size}], tl.float32)" for c in _chunks(frame)]
-    return [*queries, *(f"{leaf.name}_sum = tl.zeros([BLOCK_M], tl.float32)" for leaf in frame.summed_along("queries"))]
+    vectors = ["d_sum"] * any(centred(frame, leaf) for leaf in frame.leaves)
+    for leaf in frame.summed_along("queries"):
+        vectors += [f"{leaf.name}_sum", *[f"{leaf.name}_mean"] * centred(frame, leaf)]
+    return [*queries, *(f"{name} = tl.zeros([BLOCK_M], tl.float32)" for name in vectors)]
+
+
+def centred(frame: GradientFrame, leaf: Leaf) -> bool:
+    """Whether the gradient is summed around a mean, for what few keys with nearly all the weight add up to cancels, and
+    delta is of a rounded O:
+
+        sum over keys of  dS dS/dx  =  sum of  dS (dS/dx - mean),  mean = sum of  P dS/dx,  as dS has the sum 0
+    """
+    region, of_row = frame.region, leaf.source == "score" and frame.along(leaf) == "queries"
+    return of_row and region.sink is None and not region.lse and depends_on_score(leaf.rest)
 
 
 def _chunks(frame: GradientFrame) -> list[Chunk]:
@@ -152,8 +166,12 @@ def _tile(frame: GradientFrame, tests: list[Expr], edge: bool) -> Lines:
         for c in frame.d_chunks(t):
             left = rounded(frame.d_name(t), product.dtype)
             body.append(accumulated(frame, c.name("dq_acc"), left, f"tl.trans({c.name('k_tile')})", product.dtype))
+    if any(centred(frame, leaf) for leaf in frame.leaves):
+        body.append("d_sum += tl.sum(d_logit, axis=1)")
     for leaf in frame.summed_along("queries"):
         body.append(f"{leaf.name}_sum += tl.sum({leaf_gradient(frame, leaf)}, axis=1)")
+        if centred(frame, leaf):
+            body.append(f"{leaf.name}_mean += tl.sum(p{times(frame, leaf.rest)}, axis=1)")
     return [*places(frame, "\n".join(body)), *body]
 
 
@@ -200,6 +218,7 @@ def store(frame: GradientFrame) -> Lines:
             pointer = " + ".join([base, *row_offsets(frame, a, {product.d: f"{c.d}[None, :]"}, whole=True)])
             lines.append(f"tl.store({pointer}, {value}, mask={live})")
     for leaf in frame.summed_along("queries"):
-        value = scaled_by(f"{leaf.name}_sum[:, None]", leaf.factor)
+        total = f"({leaf.name}_sum - d_sum * {leaf.name}_mean)" if centred(frame, leaf) else f"{leaf.name}_sum"
+        value = scaled_by(f"{total}[:, None]", leaf.factor)
         lines.append(f"tl.store({leaf.name}_sums_ptr + rows, {value}, mask={stored_rows(frame)})")
     return lines

@@ -42,6 +42,7 @@ def agree(
     wanted: tuple[str, ...] | None = None,
     learn: Sequence[str] = (),
     fixed: Fixed = (),
+    tolerance: float = 0.0,
 ) -> None:
     """Hold dQ, dK, dV and the gradients of what else learns against autograd of the dense meaning, in float64."""
     names = learned(GradientFrame(region, tiles(region), learned=frozenset(learn)))
@@ -63,7 +64,7 @@ def agree(
     source = emit_backward(region, plan or small(region), frozenset(learn), fixed)
     found, *_ = interpreter.launch(source, grads, got, poisoned(grad_out), lse, inputs, lengths)
     dtypes = (region.out_dtype, region.pv_dtype, *(p.dtype for p in region.products))
-    tolerance = 3 * max(TOLERANCE[t] for t in dtypes)
+    tolerance = tolerance or 3 * max(TOLERANCE[t] for t in dtypes)
     for place, want in zip(places, expected, strict=True):
         atol = tolerance * max(1.0, want.abs().max().item())
         torch.testing.assert_close(found[place].double(), want.double(), rtol=tolerance, atol=atol)

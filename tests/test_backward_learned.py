@@ -113,6 +113,22 @@ def test_gradients(interpreter: Interpreter, name: str) -> None:
     agree(interpreter, region, args, SIZES, learn=learnable(region))
 
 
+def test_keys_that_have_nearly_all_the_weight(interpreter: Interpreter) -> None:
+    """Near a temperature of 0 the sum of dS S is of terms that cancel; around their mean they do not."""
+    region, args = REGIONS["divided"], inputs_of(REGIONS["divided"], SIZES)
+    args[3] = torch.full_like(args[3], 0.02)
+    agree(interpreter, region, args, SIZES, wanted=("load0",), learn=["load0"], tolerance=1e-6)
+
+
+@pytest.mark.parametrize("region", [
+    replace(REGIONS["divided"], sink=Const(0.5)),  # whose dS have another sum
+    REGIONS["slopes"],  # dS/dx is the same for every S
+    replace(REGIONS["divided"], lse=True),
+])  # fmt: skip
+def test_what_is_summed_around_no_mean(region: AttentionRegion) -> None:
+    assert "_mean" not in emit_backward(region, small(region), frozenset({"load0"})).text
+
+
 @pytest.mark.parametrize("programs", [8, 40])
 def test_parts_of_a_sum(interpreter: Interpreter, monkeypatch: pytest.MonkeyPatch, programs: int) -> None:
     """Fewer programs than requests and heads: each adds up several, and the host adds up theirs."""
