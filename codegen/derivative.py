@@ -35,6 +35,10 @@ RULES: dict[str, Partials] = {
     "log2": lambda f, x: (_over(Const(1.0 / math.log(2.0)), x),),
     "sqrt": lambda f, x: (_over(Const(0.5), f),),
     "rsqrt": lambda f, x: (times(_over(f, x), -0.5),),
+    "pow": lambda f, x, y: (
+        apply("mul", y, apply("pow", x, apply("sub", y, ONE))),
+        _choice("eq", x, ZERO, ZERO, apply("mul", f, apply("log", x))),
+    ),
     "sin": lambda f, x: (apply("cos", x),),
     "cos": lambda f, x: (apply("neg", apply("sin", x)),),
     "erf": lambda f, x: (times(apply("exp", apply("neg", apply("mul", x, x))), 2.0 / math.sqrt(math.pi)),),

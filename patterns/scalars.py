@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import torch
 
@@ -18,22 +19,79 @@ def real(e: Expr) -> Expr:
 
 
 def power(x: Expr, y: Expr) -> Expr | None:
-    """x ** y for a small constant y, or a constant x > 0."""
+    """x ** y for a number y, a number x > 0, or any y where x is never negative."""
     match x, y:
-        case _, Const(1 | 2 | 3 | 4 | 1.0 | 2.0 | 3.0 | 4.0 as n):
-            total = real(x)
-            for _ in range(int(n) - 1):
-                total = apply("mul", total, real(x))
-            return total
+        case _, Const(int() | float() as n) if n == int(n) and abs(n) <= MOST_FACTORS and not isinstance(n, bool):
+            return whole_power(real(x), int(n))
         case _, Const(0.5):
             return apply("sqrt", real(x))
         case _, Const(-0.5):
             return apply("rsqrt", real(x))
-        case _, Const(-1 | -1.0):
-            return apply("div", const(1.0), real(x))
         case Const(base), _ if base > 0:
             return apply("exp", apply("mul", real(y), const(math.log(base))))
+        case _, Const(float(n)) if n != int(n):
+            return apply("pow", real(x), y)
+        case _ if kind(x) == kind(y) == "float" and never_negative(x):
+            return apply("where", apply("eq", y, const(0.0)), const(1.0), apply("pow", x, y))
     return None
+
+
+MOST_FACTORS = 16
+
+
+def whole_power(x: Expr, n: int) -> Expr:
+    """x ** n by squaring"""
+    if n < 1:
+        return apply("div", const(1.0), whole_power(x, -n)) if n else cast(const(1), "float32")
+    half = whole_power(x, n // 2) if n > 1 else x
+    return x if n == 1 else apply("mul", apply("mul", half, half), x) if n % 2 else apply("mul", half, half)
+
+
+def never_negative(e: Expr) -> bool:
+    """Whether `e` is at least 0 or NaN, by its form."""
+    match e:
+        case Const(c):
+            return c >= 0
+        case Apply("abs" | "exp" | "exp2" | "sqrt" | "rsqrt" | "sigmoid" | "pow"):
+            return True
+        case Apply("mul", (x, y)) if x == y:
+            return True
+        case Apply("max", args):
+            return any(map(never_negative, args))
+        case Apply("where", (Apply("le" | "lt", (x, Const(0 | 0.0))), y, z)) if x == z:
+            return never_negative(y)
+        case Apply("add" | "mul" | "div" | "min", args):
+            return all(map(never_negative, args))
+    return False
+
+
+def remainder(x: Expr, y: Expr) -> Expr | None:
+    """x - y floor(x / y), with the sign of y"""
+    return _left_over(x, y, lambda z: apply("floor", z))
+
+
+def fmod(x: Expr, y: Expr) -> Expr | None:
+    """x - y trunc(x / y), with the sign of x"""
+    return _left_over(x, y, trunc)
+
+
+def _left_over(x: Expr, y: Expr, whole: Callable[[Expr], Expr]) -> Expr | None:
+    if "float" not in (kind(x), kind(y)):
+        return None
+    x, y = real(x), real(y)
+    return apply("sub", x, apply("mul", y, whole(apply("div", x, y))))
+
+
+def trunc(x: Expr) -> Expr:
+    """x rounded towards 0"""
+    return apply("where", apply("lt", x, const(0.0)), apply("ceil", x), apply("floor", x))
+
+
+def sign(x: Expr) -> Expr:
+    """1, 0 or -1"""
+    one, zero = (const(1), const(0)) if kind(x) == "int" else (const(1.0), const(0.0))
+    below = apply("where", apply("lt", x, zero), apply("neg", one), zero)
+    return apply("where", apply("gt", x, zero), one, below)
 
 
 def halved(x: Expr, bits: Expr) -> Expr | None:
@@ -95,37 +153,6 @@ def _bounded(op: str, outside: str, x: Expr, bound: Expr) -> Expr:
     if isinstance(bound, Const) or kind(x) != "float":
         return apply(op, x, bound)
     return apply("where", apply("or", apply(outside, x, bound), apply("isnan", bound)), bound, x)
-
-
-def relu(x: Expr) -> Expr:
-    """max(x, 0), whose gradient at 0 is 0"""
-    return apply("max", x, const(0)) if kind(x) == "int" else apply("where", apply("le", x, const(0.0)), const(0.0), x)
-
-
-def gelu(x: Expr) -> Expr:
-    """x (1 + erf(x / sqrt 2)) / 2"""
-    total = apply("add", apply("erf", apply("mul", x, const(0.5**0.5))), const(1.0))
-    return apply("mul", x, apply("mul", total, const(0.5)))
-
-
-def elu(x: Expr, alpha: Expr | None = None, *scales: Expr) -> Expr | None:
-    """x if x > 0 else alpha (exp(x) - 1)"""
-    below = apply("sub", apply("exp", apply("min", x, const(0.0))), const(1.0))
-    below = below if alpha is None else apply("mul", below, alpha)
-    return apply("where", apply("gt", x, const(0.0)), x, below) if not scales else None
-
-
-def leaky_relu(x: Expr, slope: Expr | None = None) -> Expr:
-    """x if x > 0 else slope x"""
-    return apply("where", apply("gt", x, const(0.0)), x, apply("mul", x, slope or const(0.01)))
-
-
-def softplus(x: Expr, *shape: Expr) -> Expr | None:
-    """log(1 + exp(x)) = x + log(1 + exp(-x)) where x > 0; with another sharpness it is not lifted"""
-    positive = apply("gt", x, const(0.0))
-    small = apply("exp", apply("where", positive, apply("neg", x), x))
-    total = apply("add", apply("where", positive, x, const(0.0)), apply("log", apply("add", small, const(1.0))))
-    return None if shape else total
 
 
 def logaddexp(x: Expr, y: Expr) -> Expr:

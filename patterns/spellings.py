@@ -17,6 +17,7 @@ from fusecomp.graph.facts import dtype, is_tensor, number, op_name, value
 from fusecomp.ir.algebra import ONE, ZERO, apply, cast, const
 from fusecomp.ir.expr import Apply, Const, Expr, dtype_kind, kind, variables
 from fusecomp.ir.poly import is_natural
+from fusecomp.patterns import activations as act
 from fusecomp.patterns.lift import RULES, Decline, Index, Lift, argument, lift_argument, rule, runs_over_keys
 from fusecomp.patterns.reductions import reduced
 from fusecomp.patterns.rounding import HALF, absorbed, retyped, stored, truth
@@ -24,18 +25,17 @@ from fusecomp.patterns.scalars import (
     clamp,
     doubled,
     either_bit,
-    elu,
-    gelu,
+    fmod,
     halved,
     larger,
-    leaky_relu,
     logaddexp,
     low_bits,
     nan_to_num,
     power,
     real,
-    relu,
-    softplus,
+    remainder,
+    sign,
+    trunc,
 )
 
 LOG2, INF = math.log(2.0), float("inf")
@@ -66,9 +66,18 @@ POINTWISE: dict[str, Callable[..., Expr | None]] = {
     "sqrt": arithmetic("sqrt"), "rsqrt": arithmetic("rsqrt"), "sin": arithmetic("sin"), "cos": arithmetic("cos"),
     "erf": arithmetic("erf"), "floor": arithmetic("floor"), "ceil": arithmetic("ceil"),
     "tanh": arithmetic("tanh"), "sigmoid": arithmetic("sigmoid"),
-    "relu": relu, "silu": lambda x: apply("mul", x, apply("sigmoid", x)),
-    "gelu": gelu, "elu": elu, "leaky_relu": leaky_relu, "softplus": softplus,
-    "log_sigmoid": lambda x: apply("neg", softplus(apply("neg", x))),  # type: ignore[arg-type]
+    "special_expit": arithmetic("sigmoid"), "expm1": lambda x: apply("sub", apply("exp", x), const(1.0)),
+    "sinh": lambda x: apply("mul", apply("sub", apply("exp", x), apply("exp", apply("neg", x))), const(0.5)),
+    "cosh": lambda x: apply("mul", apply("add", apply("exp", x), apply("exp", apply("neg", x))), const(0.5)),
+    "sign": sign, "sgn": sign, "trunc": trunc, "fix": trunc, "frac": lambda x: apply("sub", x, trunc(x)),
+    "relu": act.relu, "silu": lambda x: apply("mul", x, apply("sigmoid", x)), "mish": act.mish,
+    "gelu": act.gelu, "elu": act.elu, "selu": act.selu, "celu": act.celu, "leaky_relu": act.leaky_relu,
+    "hardtanh": act.hardtanh, "relu6": lambda x: act.hardtanh(x, const(0.0), const(6.0)),
+    "hardsigmoid": act.hardsigmoid, "hardswish": act.hardswish, "threshold": act.threshold,
+    "hardshrink": act.hardshrink, "softshrink": act.softshrink, "softplus": act.softplus,
+    "log_sigmoid": lambda x: apply("neg", act.softplus(apply("neg", x))),  # type: ignore[arg-type]
+    "addcmul": lambda x, y, z, value=ONE: apply("add", x, apply("mul", apply("mul", y, z), value)),
+    "addcdiv": lambda x, y, z, value=ONE: apply("add", x, apply("mul", apply("div", y, z), value)),
     "lerp": lambda x, y, w: apply("add", x, apply("mul", w, apply("sub", y, x))),
     "maximum": partial(larger, "max"), "minimum": partial(larger, "min"),
     "clamp": clamp, "clip": clamp, "clamp_min": clamp, "clamp_max": lambda x, high: clamp(x, None, high),
@@ -87,15 +96,16 @@ POINTWISE: dict[str, Callable[..., Expr | None]] = {
     "isnan": lambda x: apply("isnan", x), "nan_to_num": nan_to_num,
     "isneginf": lambda x: apply("eq", x, const(-INF)), "isposinf": lambda x: apply("eq", x, const(INF)),
     "isinf": lambda x: apply("eq", apply("abs", x), const(INF)),
-    "remainder": lambda a, b: apply("mod", a, b) if natural_divisor(a, b) else None,
-    "fmod": lambda a, b: apply("mod", a, b) if natural_divisor(a, b) and is_natural(a) else None,
+    "isfinite": lambda x: apply("lt", apply("abs", x), const(INF)),
+    "remainder": lambda a, b: apply("mod", a, b) if natural_divisor(a, b) else remainder(a, b),
+    "fmod": lambda a, b: apply("mod", a, b) if natural_divisor(a, b) and is_natural(a) else fmod(a, b),
     "floor_divide": lambda a, b: apply("floordiv", a, b) if natural_divisor(a, b) else None,
 }  # fmt: skip
 """ATen name: the scalar it computes from the scalars of its arguments."""
 
 COSTLY = {
     "exp", "exp2", "log", "log2", "log1p", "logaddexp", "pow", "sin", "cos", "erf", "tanh", "sigmoid", "silu", "sqrt",
-    "rsqrt", "gelu", "elu", "softplus", "log_sigmoid",
+    "rsqrt", "gelu", "elu", "selu", "celu", "mish", "softplus", "log_sigmoid", "special_expit", "expm1", "sinh", "cosh",
 }  # fmt: skip
 """Lifted only where the scores are in them: of a bias, they are computed once outside and the result is loaded."""
 
@@ -127,7 +137,8 @@ def pointwise(name: str) -> Callable[[Lift, Node, Index], Expr | None]:
         if any(v is not None and k not in ARGUMENT for k, v in node.kwargs.items()):
             return None
         given = {ARGUMENT[k]: v for k, v in node.kwargs.items() if k in ARGUMENT and v is not None}
-        e = f(*args, **{k: lift_argument(lift, node, v, index) for k, v in given.items()})
+        words = {k: v if isinstance(v, str) else lift_argument(lift, node, v, index) for k, v in given.items()}
+        e = f(*args, **words)
         if e is None or (name in COSTLY and not (lift.holds_score(e) or isinstance(e, Const) or constant_row(name, e))):
             return None
         return stored(e, dtype(node))
@@ -149,7 +160,10 @@ def constant_row(name: str, e: Expr) -> bool:
     return name == "exp" and "q_idx" not in variables(e) and not runs_over_keys(e)
 
 
-ARGUMENT = {"min": "low", "max": "high", "nan": "nan", "posinf": "top", "neginf": "low"}
+ARGUMENT = {
+    "min": "low", "max": "high", "nan": "nan", "posinf": "top", "neginf": "low", "value": "value",
+    "approximate": "approximate",
+}  # fmt: skip
 
 
 def rounded_division(lift: Lift, node: Node, index: Index) -> Expr | None:

@@ -13,6 +13,7 @@ import pytest
 from corpus import (
     dense,
     extended,
+    functions,
     idioms,
     logsums,
     masked,
@@ -42,7 +43,7 @@ LONG = (
     dense, paged, paged_fetched, paged_masked, paged_more, paged_written, paged_served, paged_latent, paged_near,
     paged_near_writes, paged_near_served,
 )  # fmt: skip
-TABLES = (*LONG, spelled, masked, packed, written, twins, idioms, logsums, extended)
+TABLES = (*LONG, spelled, masked, packed, written, twins, idioms, logsums, extended, functions)
 
 QUICK = {
     "mul_scale", "exp_over_sum", "einsum_bqhd", "k_permuted_straight_equal_axes", "bmm_scaled", "diffusers_baddbmm",

@@ -11,6 +11,7 @@ from agreement import agree
 from torch import Tensor
 
 from fusecomp.codegen.derivative import derivative
+from fusecomp.ir.algebra import apply
 from fusecomp.ir.expr import Const, Expr, Load, Score, Var
 from fusecomp.ir.reference import Env, evaluate_expr
 from fusecomp.patterns.spellings import POINTWISE
@@ -32,6 +33,26 @@ FUNCTIONS: dict[str, tuple[Callable[..., Tensor], Expr | None]] = {
     "abs": (lambda x, y: x.abs(), POINTWISE["abs"](score)),
     "elu": (lambda x, y: F.elu(x, 0.5), POINTWISE["elu"](score, Const(0.5))),
     "leaky_relu": (lambda x, y: F.leaky_relu(x, 0.1), POINTWISE["leaky_relu"](score, Const(0.1))),
+    "hardtanh": (lambda x, y: F.hardtanh(x, -2.0, 1.0), POINTWISE["hardtanh"](score, Const(-2.0), one)),
+    "relu6": (lambda x, y: F.relu6(x * 6.0), POINTWISE["relu6"](apply("mul", score, Const(6.0)))),
+    "hardsigmoid": (lambda x, y: F.hardsigmoid(x * 3.0), POINTWISE["hardsigmoid"](apply("mul", score, Const(3.0)))),
+    "hardswish": (lambda x, y: F.hardswish(x * 3.0), POINTWISE["hardswish"](apply("mul", score, Const(3.0)))),
+    "threshold": (lambda x, y: F.threshold(x, 1.0, -5.0), POINTWISE["threshold"](score, one, Const(-5.0))),
+    "softshrink": (lambda x, y: F.softshrink(x, 1.0), POINTWISE["softshrink"](score, one)),
+    "hardshrink": (lambda x, y: F.hardshrink(x, 1.0), POINTWISE["hardshrink"](score, one)),
+    "selu": (lambda x, y: F.selu(x), POINTWISE["selu"](score)),
+    "celu": (lambda x, y: F.celu(x, 0.7), POINTWISE["celu"](score, Const(0.7))),
+    "mish": (lambda x, y: F.mish(x), POINTWISE["mish"](score)),
+    "sign": (lambda x, y: x.sign() * x, apply("mul", POINTWISE["sign"](score), score)),
+    "a power of the size": (lambda x, y: x.abs() ** 1.5, POINTWISE["pow"](POINTWISE["abs"](score), Const(1.5))),
+    "a whole power": (lambda x, y: x**5, POINTWISE["pow"](score, Const(5))),
+    "a power that differs": (
+        lambda x, y: x.abs().pow(y.abs()), POINTWISE["pow"](POINTWISE["abs"](score), POINTWISE["abs"](other)),
+    ),
+    "remainder": (lambda x, y: x % 0.75, POINTWISE["remainder"](score, Const(0.75))),
+    "remainder by a negative number": (lambda x, y: x % -0.75, POINTWISE["remainder"](score, Const(-0.75))),
+    "fmod": (lambda x, y: x.fmod(0.75), POINTWISE["fmod"](score, Const(0.75))),
+    "trunc": (lambda x, y: (x * 0.6).trunc(), POINTWISE["trunc"](apply("mul", score, Const(0.6)))),
     "softplus": (lambda x, y: F.softplus(x), POINTWISE["softplus"](score)),
     "log_sigmoid": (lambda x, y: F.logsigmoid(x), POINTWISE["log_sigmoid"](score)),
     "logaddexp": (torch.logaddexp, POINTWISE["logaddexp"](score, other)),
@@ -62,7 +83,9 @@ def worth(e: Expr, x: Tensor, y: Tensor) -> Tensor:
 
 def test_not_a_number_passes() -> None:
     nan = torch.tensor([float("nan")], dtype=torch.float64)
-    for name in ("relu", "clamp", "maximum", "softplus", "elu", "log_sigmoid"):
+    names = ("relu", "clamp", "maximum", "softplus", "elu", "log_sigmoid", "hardtanh", "hardswish", "threshold",
+             "softshrink", "hardshrink", "selu", "mish", "remainder", "trunc", "a power of the size")  # fmt: skip
+    for name in names:
         assert worth(FUNCTIONS[name][1], nan, torch.zeros(1, dtype=torch.float64)).isnan(), name  # type: ignore[arg-type]
     assert worth(FUNCTIONS["clamp above a tensor"][1], torch.zeros_like(nan), nan).isnan()  # type: ignore[arg-type]
 

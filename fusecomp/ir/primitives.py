@@ -99,6 +99,11 @@ PRIMITIVES: dict[str, Primitive] = _table(
     _call("log2", "tl.log2({0})", sfu=1),
     _call("sqrt", "tl.sqrt({0})", sfu=1),
     _call("rsqrt", "tl.rsqrt({0})", sfu=1),
+    # x to the power of y for x >= 0, NaN for x < 0: every real y but the whole ones
+    Primitive(
+        "pow", "pow({0}, {1})", ATOM, torch.pow, operator.pow, "float", "tl.exp2(({1}) * tl.log2({0}))",
+        "torch.pow({0}, {1})", sfu=2,
+    ),
     _call("sin", "tl.sin({0})", sfu=1),
     _call("cos", "tl.cos({0})", sfu=1),
     _call("erf", "tl.erf({0})", sfu=1, fma=8),

@@ -355,11 +355,6 @@ def activations_of_scores(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return (F.gelu(s) + F.softplus(s) + F.elu(s, 0.5) + F.leaky_relu(s, 0.2) + F.logsigmoid(s)).softmax(-1) @ v
 
 
-@CASES.decline(square, "`gelu` is not a pointwise function of the scores")
-def approximate_activation(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    return F.gelu(scores(q, k), approximate="tanh").softmax(-1) @ v
-
-
 @CASES.fuse(lambda d: [*square(d), d(2, 3, 21, 5), d(5)], grad=(0, 1, 2))
 def bias_of_each_key_by_a_product(q: Tensor, k: Tensor, v: Tensor, x: Tensor, w: Tensor) -> Tensor:
     return (scores(q, k) + (x @ w)[:, :, None]).softmax(-1) @ v
