@@ -8,6 +8,7 @@ from fusecomp.ir.algebra import apply, const
 from fusecomp.ir.expr import Apply, Cast, Const, Expr, Reduce, Var, dtype_kind, kind, parts, variables
 
 INF = float("inf")
+ZERO = const(0.0)
 
 
 @dataclass(frozen=True)
@@ -16,9 +17,12 @@ class Exponential:
 
     a: Expr
     factors: tuple[Expr, ...] = ()
+    masked_by: frozenset[str] = frozenset()
+    """How choices came in: by "product", of which an infinite exponential makes NaN, or by "choice", which gives 0."""
 
     def of(self, more: Exponential) -> Exponential:
-        return Exponential(apply("add", self.a, more.a), (*self.factors, *more.factors))
+        masked_by = self.masked_by | more.masked_by
+        return Exponential(apply("add", self.a, more.a), (*self.factors, *more.factors), masked_by)
 
 
 def exponential(e: Expr) -> Exponential | None:
@@ -40,17 +44,24 @@ def exponential(e: Expr) -> Exponential | None:
         case Apply("div", (x, w)):
             return with_factor(exponential(x), apply("div", const(1.0), w))
         case Apply("where", (c, x, Const(0 | 0.0))):
-            return with_factor(exponential(x), choice(c))
+            return chosen(exponential(x), c)
         case Apply("where", (c, Const(0 | 0.0), x)):
-            return with_factor(exponential(x), choice(apply("not", c)))
+            return chosen(exponential(x), apply("not", c))
     return None
 
 
 def with_factor(e: Exponential | None, w: Expr) -> Exponential | None:
+    """w u exp(a)"""
     match w:
         case Cast(c, _) if kind(c) == "bool":
             w = choice(c)
-    return None if e is None else Exponential(e.a, (*e.factors, w))
+    masked_by: frozenset[str] = frozenset({"product"}) if is_choice(w) else frozenset()
+    return e and e.of(Exponential(ZERO, (w,), masked_by))
+
+
+def chosen(e: Exponential | None, c: Expr) -> Exponential | None:
+    """c ? u exp(a) : 0"""
+    return e and e.of(Exponential(ZERO, (choice(c),), frozenset({"choice"})))
 
 
 def choice(c: Expr) -> Expr:
@@ -77,16 +88,6 @@ def summands(e: Expr) -> tuple[Expr, ...]:
         case Cast(x, dtype) if dtype_kind(dtype) == "float":
             return summands(x)
     return (e,)
-
-
-def lowest(total: Expr) -> tuple[float | None, Expr]:
-    """(f, t) of max(t, f)"""
-    match total:
-        case Cast(x, dtype) if dtype_kind(dtype) == "float":
-            return lowest(x)
-        case Apply("max", (t, Const(float() | int() as f))) | Apply("max", (Const(float() | int() as f), t)):
-            return float(f), t
-    return None, total
 
 
 def terms_of(e: Expr, sign: int = 1) -> list[tuple[int, Expr]]:

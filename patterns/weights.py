@@ -27,7 +27,6 @@ from fusecomp.patterns.exponentials import (
     choice,
     exponential,
     is_choice,
-    lowest,
     reduces,
     summands,
     terms_of,
@@ -36,6 +35,7 @@ from fusecomp.patterns.exponentials import (
 )  # fmt: skip
 from fusecomp.patterns.lift import Decline
 from fusecomp.patterns.masks import conjuncts, split
+from fusecomp.patterns.normalisers import Row, guarded, settled, unguarded
 
 MOST_EXTRAS = 8
 """Entries of the normaliser that are not keys: a sink is one."""
@@ -145,7 +145,7 @@ def scaled(weights: Weights | None, w: Expr) -> Weights | None:
 
 def normalised(x: Expr, total: Expr, key: Var) -> Weights | None:
     """u exp(a) / total, where total sums u exp(a) over the keys, and perhaps a few entries more."""
-    floor, total = lowest(total)
+    guard, total = guarded(total)
     terms = summands(total)
     sums = [t for t in terms if isinstance(t, Reduce) and t.op == "sum"]
     above, below = exponential(x), exponential(sums[0].body) if len(sums) == 1 else None
@@ -164,23 +164,14 @@ def normalised(x: Expr, total: Expr, key: Var) -> Weights | None:
     if shared is None or (extras and not all(map(is_choice, shared[0]))) or any(reduces(f) for f in shared[1]):
         return None
     scores, shift = unshifted(above.a, key)
-    if floor is not None and not (floor <= 1 and not below.factors and is_largest(shift, scores, key)):
-        raise Decline(f"the normaliser is kept above {floor!r}, which may be more than the sum of the exponentials",
-                      advice="subtract each row's maximum first: the sum is then at least 1")  # fmt: skip
     for f in shared[0]:
         scores = live(scores, f, key)
+    row = Row(above, shared[0], scores, shift, key)
+    extras, empty = settled(guard, extras, row)
     factor: Expr = const(1.0)
     for f in shared[1]:
         factor = apply("mul", factor, f)
-    return Weights(scores, sink_of(extras, shift), factor)
-
-
-def is_largest(shift: Expr | None, scores: Expr, key: Var) -> bool:
-    """Whether `shift` is the largest score of the row, so that the sum of exponentials is at least exp(0)."""
-    match shift:
-        case Reduce("max", var, body):
-            return var.size == key.size and substitute(body, {var: key}) == scores
-    return False
+    return Weights(scores, sink_of(extras, shift), factor, empty)
 
 
 def cancelled(above: tuple[Expr, ...], below: tuple[Expr, ...]) -> tuple[list[Expr], list[Expr]] | None:
@@ -257,6 +248,9 @@ def logit(extra: Expr, shift: Expr | None) -> Expr:
 def log_normalised(a: Expr, c: Expr, key: Var) -> Weights | None:
     """exp(a - c) with c = log sum_j exp(a_j), or c = m + log sum_j exp(a_j - m), or a sink beside either."""
     found = None
+    if (inner := unguarded(c)) is not None:
+        whole = log_normalised(a, inner, key)
+        return whole and replace(whole, empty_row="zero")
     match c:
         case Apply("log", (total,)):
             found = normalised(apply("exp", a), total, key)

@@ -17,6 +17,7 @@ from corpus import (
     idioms,
     logsums,
     masked,
+    normalised,
     packed,
     paged,
     paged_fetched,
@@ -43,7 +44,8 @@ LONG = (
     dense, paged, paged_fetched, paged_masked, paged_more, paged_written, paged_served, paged_latent, paged_near,
     paged_near_writes, paged_near_served,
 )  # fmt: skip
-TABLES = (*LONG, spelled, masked, packed, written, twins, idioms, logsums, extended, functions)
+TABLES = (*LONG, spelled, masked, packed, written, twins, idioms, logsums, extended, functions,
+          normalised)  # fmt: skip
 
 QUICK = {
     "mul_scale", "exp_over_sum", "einsum_bqhd", "k_permuted_straight_equal_axes", "bmm_scaled", "diffusers_baddbmm",

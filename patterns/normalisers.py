@@ -1,0 +1,114 @@
+"""What keeps a normaliser from 0: it changes nothing but rows that see no key.
+
+    max(total, c)                  total where it is at least c <= 1, as it is once each row's maximum is subtracted
+    total + c                      the same for a c that is lost in a number of at least 1
+    total = 0 ? c : total          total; a row that sees no key gives 0
+    m = -inf ? 0 : m               the maximum of a row, finite where the row sees no key: its exponentials are 0
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from fusecomp.ir.algebra import substitute
+from fusecomp.ir.expr import Apply, Cast, Const, Expr, Reduce, Var, dtype_kind
+from fusecomp.patterns.exponentials import INF, Exponential, is_choice
+from fusecomp.patterns.lift import Decline
+from fusecomp.patterns.masks import conjuncts, split
+
+LOST = 2.0**-25
+"""Added to at least 1 in float32, no more than this changes nothing."""
+LEAST = -1e30
+"""No score of a key that counts lies below it."""
+
+
+@dataclass(frozen=True)
+class Guard:
+    """A normaliser that is kept at or above `floor`, or from 0."""
+
+    floor: float | None = None
+    from_zero: bool = False
+
+
+@dataclass(frozen=True)
+class Row:
+    """The exponentials of one query, u exp(a), before they are normalised."""
+
+    e: Exponential
+    choices: list[Expr]
+    scores: Expr
+    shift: Expr | None
+    key: Var
+
+
+def guarded(total: Expr) -> tuple[Guard, Expr]:
+    """A normaliser without its guard."""
+    match total:
+        case Cast(x, dtype) if dtype_kind(dtype) == "float":
+            return guarded(x)
+        case Apply("max", (t, Const(float() | int() as f))) | Apply("max", (Const(float() | int() as f), t)):
+            return Guard(floor=float(f)), t
+        case Apply("where", (Apply("eq", (x, Const(0 | 0.0))), Const(float() | int() as c), t)) if x == t and c > 0:
+            return Guard(from_zero=True), t
+    return Guard(), total
+
+
+def settled(guard: Guard, extras: list[Expr], row: Row) -> tuple[list[Expr], str]:
+    """The extra entries of a normaliser that count, and what a row without keys gives. Raises Decline."""
+    empty = empty_row(row)
+    at_least_one = empty is not None and is_largest(row)
+    if guard.floor is not None and not (guard.floor <= 1 and at_least_one):
+        reason = f"the normaliser is kept above {guard.floor!r}, which may be more than the sum of the exponentials"
+        raise Decline(reason, advice="subtract each row's maximum first: the sum is then at least 1")
+    if guard.from_zero and (empty is None or extras):
+        raise Decline("the normaliser is kept from 0, and whether a row that sees no key gives 0 depends on its scores",
+                      advice="fill the exponentials with 0 where the scores are filled")  # fmt: skip
+    counting = [x for x in extras if not (at_least_one and is_lost(x))]
+    kept_from_zero = guard.from_zero or (guard.floor or 0.0) > 0 or counting != extras
+    return counting, "zero" if kept_from_zero and empty == "zero" else "nan"
+
+
+def empty_row(row: Row) -> str | None:
+    """What the exponentials sum up to where every key is masked by -inf: "nan" or "zero"; None where it depends."""
+    masked = split(row.scores)
+    if not all(map(is_choice, row.choices)):
+        return None
+    if masked.keep and masked.fill != -INF:
+        return None if row.choices or row.shift is None else "nan"
+    if row.shift is None or unguarded(row.shift) is not None:
+        return "zero"
+    if row.e.masked_by <= {"product"}:
+        return "nan"
+    hidden = {t for f in row.choices for t in conjuncts(f.args[0])}
+    return "zero" if row.e.masked_by == {"choice"} and set(masked.keep) <= hidden else None
+
+
+def is_largest(row: Row) -> bool:
+    """Whether the shift is the largest score of the row, so that the sum of exponentials is at least exp(0)."""
+    match row.shift and (unguarded(row.shift) or row.shift):
+        case Reduce("max", var, body) if var.size == row.key.size:
+            one, other = split(substitute(body, {var: row.key})), split(row.scores)
+            return (one.score, set(one.keep), one.fill) == (other.score, set(other.keep), other.fill)
+    return False
+
+
+def unguarded(m: Expr) -> Expr | None:
+    """m of m = -inf ? c : m, or of max(m, c) for a c below every score"""
+    match m:
+        case Apply("where", (Apply("eq", (x, Const(float() as f))), Const(), y)) if (f, x) == (-INF, y):
+            return y
+        case Apply("where", (Apply("eq", (Apply("abs", (x,)), Const(float() as f))), Const(), y)) if (f, x) == (INF, y):
+            return y
+        case Apply("max", (y, Const(float() as f))) if -INF < f <= LEAST:
+            return y
+    return None
+
+
+def is_lost(extra: Expr) -> bool:
+    """Whether an entry of a normaliser that is at least 1 is nothing beside it."""
+    match extra:
+        case Const(float() | int() as c):
+            return 0 <= c <= LOST
+        case Cast(x, dtype) if dtype_kind(dtype) == "float":
+            return is_lost(x)
+    return False

@@ -1,0 +1,147 @@
+"""Softmaxes by hand whose normaliser is kept from 0, and what such a guard makes of rows that see no key."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from corpus.table import INF, Table, qkv, scores
+from torch import Tensor
+
+CASES = Table()
+BLIND = 3
+"""The query that sees no key."""
+
+
+def blind(d: Any) -> list[Tensor]:
+    keep = d.keep()
+    keep[BLIND] = False
+    return [*qkv(d), keep]
+
+
+def two_masks(d: Any) -> list[Tensor]:
+    return [*blind(d), d.keep()]
+
+
+@CASES.fuse()
+def lost_in_the_sum(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    s = scores(q, k)
+    e = (s - s.amax(-1, keepdim=True)).exp()
+    return (e / (e.sum(-1, keepdim=True) + 1e-9)) @ v
+
+
+@CASES.fuse(lambda d: [*qkv(d), d.keep()])
+def lost_in_the_sum_of_those_seen(q: Tensor, k: Tensor, v: Tensor, keep: Tensor) -> Tensor:
+    s = scores(q, k)
+    e = (s - s.masked_fill(~keep, -INF).amax(-1, keepdim=True)).exp() * keep
+    return (e / e.sum(-1, keepdim=True).clamp_min(1e-12)) @ v
+
+
+@CASES.fuse(blind, grad=())
+def masked_by_a_product(q: Tensor, k: Tensor, v: Tensor, keep: Tensor) -> Tensor:
+    """exp(s + inf) * 0 is NaN in the row that sees no key."""
+    s = scores(q, k)
+    e = (s - s.masked_fill(~keep, -INF).amax(-1, keepdim=True)).exp() * keep
+    return (e / (e.sum(-1, keepdim=True) + 1e-9)) @ v
+
+
+@CASES.fuse(blind, grad=())
+def masked_by_a_choice(q: Tensor, k: Tensor, v: Tensor, keep: Tensor) -> Tensor:
+    """0 / 1e-9 in the row that sees no key."""
+    s = scores(q, k).masked_fill(~keep, -INF)
+    e = (s - s.amax(-1, keepdim=True)).exp().masked_fill(~keep, 0)
+    return (e / (e.sum(-1, keepdim=True) + 1e-9)) @ v
+
+
+@CASES.fuse(blind, grad=())
+def masked_by_a_choice_and_divided(q: Tensor, k: Tensor, v: Tensor, keep: Tensor) -> Tensor:
+    """0 / 0 in the row that sees no key."""
+    s = scores(q, k).masked_fill(~keep, -INF)
+    e = (s - s.amax(-1, keepdim=True)).exp().masked_fill(~keep, 0)
+    return (e / e.sum(-1, keepdim=True)) @ v
+
+
+@CASES.fuse(blind, grad=())
+def finite_maximum(q: Tensor, k: Tensor, v: Tensor, keep: Tensor) -> Tensor:
+    s = scores(q, k).masked_fill(~keep, -INF)
+    m = s.amax(-1, keepdim=True)
+    e = (s - torch.where(m == -INF, 0.0, m)).exp()
+    return (e / (e.sum(-1, keepdim=True) + 1e-9)) @ v
+
+
+@CASES.fuse(blind, grad=())
+def finite_maximum_without_a_guard(q: Tensor, k: Tensor, v: Tensor, keep: Tensor) -> Tensor:
+    s = scores(q, k).masked_fill(~keep, -INF)
+    m = s.amax(-1, keepdim=True)
+    e = (s - m.masked_fill(m.isinf(), 0.0)).exp()
+    return (e / e.sum(-1, keepdim=True)) @ v
+
+
+@CASES.fuse(blind, grad=(), dtypes=(torch.float32, torch.bfloat16))
+def maximum_kept_above_the_least_number(q: Tensor, k: Tensor, v: Tensor, keep: Tensor) -> Tensor:
+    s = scores(q, k).masked_fill(~keep, -INF)
+    e = (s - s.amax(-1, keepdim=True).clamp(min=-3e38)).exp()
+    return (e @ v) / e.sum(-1, keepdim=True).clamp(min=1e-9)
+
+
+@CASES.fuse(blind, grad=())
+def divided_by_one_instead_of_zero(q: Tensor, k: Tensor, v: Tensor, keep: Tensor) -> Tensor:
+    s = scores(q, k).masked_fill(~keep, -INF)
+    m = s.amax(-1, keepdim=True)
+    e = (s - m.masked_fill(m == -INF, 0.0)).exp()
+    total = e.sum(-1, keepdim=True)
+    return (e @ v) / torch.where(total == 0, 1.0, total)
+
+
+@CASES.fuse(blind, grad=())
+def finite_logsumexp(q: Tensor, k: Tensor, v: Tensor, keep: Tensor) -> Tensor:
+    s = scores(q, k).masked_fill(~keep, -INF)
+    lse = s.logsumexp(-1, keepdim=True)
+    return (s - torch.where(lse == -INF, 0.0, lse)).exp() @ v
+
+
+@CASES.fuse()
+def normalised_by_its_norm(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    s = scores(q, k)
+    return F.normalize((s - s.amax(-1, keepdim=True)).exp(), p=1, dim=-1) @ v
+
+
+# ----------------------------------------------------------------------------------------------------------------
+# Near misses
+
+
+@CASES.decline(blind, "the normaliser adds 1e-09 to exponentials that were shifted", grad=())
+def shifted_by_the_greatest_of_all(q: Tensor, k: Tensor, v: Tensor, keep: Tensor) -> Tensor:
+    """A row's sum may be less than 1e-9 where a masked score is the largest."""
+    s = scores(q, k)
+    e = (s - s.amax(-1, keepdim=True)).exp() * keep
+    return (e / (e.sum(-1, keepdim=True) + 1e-9)) @ v
+
+
+@CASES.decline(two_masks, "the normaliser adds 1e-09", grad=())
+def masked_by_a_product_of_a_choice(q: Tensor, k: Tensor, v: Tensor, keep: Tensor, other: Tensor) -> Tensor:
+    s = scores(q, k)
+    e = (s - s.masked_fill(~(keep & other), -INF).amax(-1, keepdim=True)).exp().masked_fill(~keep, 0) * other
+    return (e / (e.sum(-1, keepdim=True) + 1e-9)) @ v
+
+
+@CASES.decline(two_masks, "the normaliser adds 1e-09", grad=())
+def not_all_masked_by_the_choice(q: Tensor, k: Tensor, v: Tensor, keep: Tensor, other: Tensor) -> Tensor:
+    s = scores(q, k).masked_fill(~other, -INF)
+    e = (s - s.masked_fill(~keep, -INF).amax(-1, keepdim=True)).exp().masked_fill(~keep, 0)
+    return (e / (e.sum(-1, keepdim=True) + 1e-9)) @ v
+
+
+@CASES.decline(qkv, "the normaliser is kept above 2.0", grad=())
+def kept_above_two(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    s = scores(q, k)
+    e = (s - s.amax(-1, keepdim=True)).exp()
+    return (e / e.sum(-1, keepdim=True).clamp(min=2.0)) @ v
+
+
+@CASES.decline(qkv, "the normaliser is kept above 1e-09", grad=())
+def maximum_kept_above_zero(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    s = scores(q, k)
+    e = (s - s.amax(-1, keepdim=True).clamp(min=0.0)).exp()
+    return (e / e.sum(-1, keepdim=True).clamp(min=1e-9)) @ v
