@@ -26,13 +26,11 @@ from fusecomp.errors import CaptureError, FusecompError, VerificationError
 from fusecomp.graph.capture import capture, may_hold_attention, without_dead_code
 from fusecomp.graph.facts import Place, place, word
 from fusecomp.graph.learning import mark, records
+from fusecomp.graph.rewriting import put_back
 from fusecomp.patterns.attention import Declined, recognise
 from fusecomp.patterns.build import Match
-from fusecomp.patterns.dropout import put_back as unseed
-from fusecomp.patterns.dropout import seed_dropouts
-from fusecomp.patterns.folding import fold
-from fusecomp.patterns.sdpa import plain_calls, put_back, write_out
-from fusecomp.patterns.sums import distribute
+from fusecomp.patterns.sdpa import plain_calls
+from fusecomp.patterns.written import write_out
 from fusecomp.planning import unfused
 from fusecomp.planning.device import current
 from fusecomp.report import Entry
@@ -73,9 +71,6 @@ def compile_graph(gm: GraphModule, values: Sequence[Any], options: Options) -> C
     except CaptureError as error:
         return unread(gm, error, "declined")
     written = write_out(captured)
-    distribute(captured)
-    fold(captured)
-    dropouts = seed_dropouts(captured)
     entries = list(plain_sdpa(captured))
     taken = set()
     mark(captured, values)
@@ -84,10 +79,8 @@ def compile_graph(gm: GraphModule, values: Sequence[Any], options: Options) -> C
         if entry.status == "fused" and isinstance(found, Match):
             taken.add(found.output)
         entries.append(entry)
-    put_back(written, taken)
+    put_back(captured, written, taken)
     without_dead_code(captured)
-    unseed(captured, dropouts)
-    captured.recompile()
     entries = [replace(e, index=i) for i, e in enumerate(entries)]
     return Compilation(captured if taken else gm, tuple(entries))
 

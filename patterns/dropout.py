@@ -10,14 +10,14 @@ weights. What is not fused is put back as it was.
 from __future__ import annotations
 
 import math
-import operator
-from dataclasses import dataclass
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
 from fusecomp.graph.facts import is_getitem, number, op_name, shape, value
+from fusecomp.graph.rewriting import Written, write
 from fusecomp.ir.algebra import ZERO, apply, const, draws
 from fusecomp.ir.expr import Apply, Const, Expr, Var
 from fusecomp.ir.philox import WORDS, random_words
@@ -48,19 +48,9 @@ def seeded_dropout(x: Tensor, seed: Tensor, p: float) -> Tensor:
 # In the graph
 
 
-@dataclass(frozen=True)
-class Seeded:
-    """A dropout that was written with a seed, and how it was written before."""
-
-    node: Node
-    seed: Node
-    call: Node
-    """What it was, now outside the graph."""
-
-
-def seed_dropouts(module: GraphModule) -> list[Seeded]:
+def seed_dropouts(module: GraphModule) -> Iterator[Written]:
     """Write each dropout that drops with a seed of its own."""
-    return [seeded(node) for node in list(module.graph.nodes) if drops(node)]
+    return (seeded(node) for node in list(module.graph.nodes) if drops(node))
 
 
 def drops(node: Node) -> bool:
@@ -72,7 +62,7 @@ def drops(node: Node) -> bool:
     return whole and argument(node, 2, "train") is not False and isinstance(p, Const) and 0 < p.value < 1
 
 
-def seeded(node: Node) -> Seeded:
+def seeded(node: Node) -> Written:
     """The same dropout of a seed."""
     graph, output = node.graph, next(iter(node.users)) if op_name(node) == "native_dropout" else node
     x, p, val = node.args[0], number(argument(node, 1, "p")), value(output)
@@ -82,28 +72,7 @@ def seeded(node: Node) -> Seeded:
     new.meta = dict(output.meta)
     with val.fake_mode:
         seed.meta = {**output.meta, "val": torch.empty((), dtype=torch.int64, device=val.device)}
-    output.replace_all_uses_with(new)
-    for old in dict.fromkeys((output, node)):
-        graph.erase_node(old)
-    return Seeded(new, seed, node)
-
-
-def put_back(module: GraphModule, dropouts: list[Seeded]) -> None:
-    """Write the dropouts that are still in the graph as they were, and remove seeds that nothing reads."""
-    graph, left = module.graph, set(module.graph.nodes)
-    for found in dropouts:
-        if found.node in left:
-            call = found.call
-            with graph.inserting_before(found.node):
-                old = graph.call_function(call.target, (found.node.args[0], *call.args[1:]), call.kwargs)
-                old.meta = dict(call.meta)
-                if op_name(call) == "native_dropout":
-                    old = graph.call_function(operator.getitem, (old, 0))
-                    old.meta = dict(found.node.meta)
-            found.node.replace_all_uses_with(old)
-            graph.erase_node(found.node)
-        if not found.seed.users:
-            graph.erase_node(found.seed)
+    return write(output, new)
 
 
 # ----------------------------------------------------------------------------------------------------------------

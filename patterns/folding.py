@@ -15,14 +15,14 @@ from torch.fx import GraphModule, Node
 
 from fusecomp.graph.capture import inline
 from fusecomp.graph.facts import op_name
+from fusecomp.graph.rewriting import Written, write
 from fusecomp.ir.expr import Const
 from fusecomp.patterns.contraction import Contraction, contraction
-from fusecomp.patterns.sums import without_readers
 
 ANCHORS = ("softmax", "_softmax", "exp", "exp2")
 
 
-def fold(module: GraphModule) -> None:
+def fold(module: GraphModule) -> Iterator[Written]:
     """Write out every such product."""
     anchors = [n for n in module.graph.nodes if op_name(n) in ANCHORS]
     above = first_products(anchors, lambda n: n.all_input_nodes)
@@ -30,8 +30,7 @@ def fold(module: GraphModule) -> None:
     for node in dict.fromkeys([*above, *below]):
         spec = contraction(node)
         if spec is not None and foldable(spec):
-            node.replace_all_uses_with(inline(node, folded(spec), [spec.left, spec.right]))
-            without_readers(node)
+            yield write(node, inline(node, folded(spec), [spec.left, spec.right]))
 
 
 def first_products(nodes: Iterable[Node], step: Callable[[Node], Iterable[Node]]) -> Iterator[Node]:

@@ -21,6 +21,7 @@ from torch.fx import GraphModule, Node
 
 from fusecomp.graph.capture import Known, inline
 from fusecomp.graph.facts import op_name, shape, value
+from fusecomp.graph.rewriting import Written, write
 from fusecomp.ir.expr import Const
 from fusecomp.patterns.lift import VIEWS, argument
 from fusecomp.patterns.operands import FETCHES
@@ -97,27 +98,16 @@ def plain_calls(module: GraphModule) -> Iterator[tuple[Node, str]]:
     return ((n, plain(n)) for n in calls(module) if plain(n))
 
 
-def write_out(module: GraphModule) -> dict[Node, Node]:
-    """Put the definition of each other call in its place. Returns {definition's output: the call}, for `put_back`."""
-    written = {}
+def define(module: GraphModule) -> Iterator[Written]:
+    """Put the definition of each other call in its place."""
     known: Known = {}
     for call in calls(module):
         if not plain(call):
             with contextlib.suppress(TypeError):  # a scale that is not a number
-                written[_write_out(call, known)] = call
-    return written
+                yield write(call, _defined(call, known))
 
 
-def _write_out(call: Node, known: Known) -> Node:
+def _defined(call: Node, known: Known) -> Node:
     mask, how = argument(call, 3, "attn_mask"), How.of(call)
     inputs = [*call.args[:3], *([] if mask is None else [mask])]
-    output = inline(call, lambda *tensors: definition(how, *tensors), inputs, how, known)  # type: ignore[arg-type]
-    call.replace_all_uses_with(output)
-    return output
-
-
-def put_back(written: dict[Node, Node], taken: set[Node]) -> None:
-    """Give the calls that were not taken their place again."""
-    for output, call in written.items():
-        if output not in taken:
-            output.replace_all_uses_with(call)
+    return inline(call, lambda *tensors: definition(how, *tensors), inputs, how, known)  # type: ignore[arg-type]

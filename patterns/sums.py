@@ -19,6 +19,7 @@ from torch.fx import GraphModule, Node
 
 from fusecomp.graph.capture import inline
 from fusecomp.graph.facts import dtype, is_tensor, op_name, value
+from fusecomp.graph.rewriting import Written, write
 from fusecomp.patterns.contraction import contraction
 
 SOFTMAX = ("softmax", "_softmax", "_safe_softmax")
@@ -38,7 +39,7 @@ class Term:
     """Numbers, and tensors of one element."""
 
 
-def distribute(module: GraphModule) -> None:
+def distribute(module: GraphModule) -> Iterator[Written]:
     """Write out every product whose weights are a sum of softmaxes."""
     for product in list(module.graph.nodes):
         spec = contraction(product)
@@ -47,7 +48,7 @@ def distribute(module: GraphModule) -> None:
         for weights in (spec.left, spec.right):
             terms = list(terms_of(weights, product))
             if len(terms) > 1 and all(leads_to_softmax(t.weights) for t in terms):
-                write_out(product, weights, terms)
+                yield distributed(product, weights, terms)
                 break
 
 
@@ -92,7 +93,7 @@ def leads_to_softmax(node: Node) -> bool:
     return op_name(node) in SOFTMAX
 
 
-def write_out(product: Node, weights: Node, terms: list[Term]) -> None:
+def distributed(product: Node, weights: Node, terms: list[Term]) -> Written:
     """The product of each term on its own, added up, in the place of the product of their sum."""
     used = [n for t in terms for n in (t.weights, *t.factors) if isinstance(n, Node)]
     nodes = list(dict.fromkeys([*used, *(n for n in product.all_input_nodes if n is not weights)]))
@@ -101,8 +102,15 @@ def write_out(product: Node, weights: Node, terms: list[Term]) -> None:
         known = dict(zip(nodes, tensors, strict=True))
         return reduce(torch.add, (multiplied(product, t, {**known, weights: known[t.weights]}) for t in terms))
 
-    product.replace_all_uses_with(inline(product, summed, nodes))
-    without_readers(product)
+    before = product.prev
+    output = inline(product, summed, nodes)
+    return write(product, output, [n for n in between(before, product) if contraction(n)])
+
+
+def between(first: Node, last: Node) -> Iterator[Node]:
+    """The nodes after one and before another."""
+    while (first := first.next) is not last:
+        yield first
 
 
 def multiplied(product: Node, t: Term, known: dict[Node, Tensor]) -> Tensor:
@@ -112,14 +120,3 @@ def multiplied(product: Node, t: Term, known: dict[Node, Tensor]) -> Tensor:
     for c in t.factors:
         part = part * (known[c].reshape(()) if isinstance(c, Node) else c)
     return part if t.sign > 0 else -part
-
-
-def without_readers(node: Node) -> None:
-    """Remove a node, and what only it read."""
-    stack = [node]
-    while stack:
-        n = stack.pop()
-        if n.op == "call_function" and not n.users:
-            above = n.all_input_nodes
-            n.graph.erase_node(n)
-            stack += above

@@ -13,9 +13,7 @@ from fusecomp.ir.expr import text
 from fusecomp.ir.region import AttentionRegion
 from fusecomp.patterns.attention import Declined, recognise
 from fusecomp.patterns.build import Match
-from fusecomp.patterns.dropout import seed_dropouts
-from fusecomp.patterns.folding import fold
-from fusecomp.patterns.sdpa import write_out
+from fusecomp.patterns.written import write_out
 
 
 def candidates(fn: Callable[..., Any], *args: Any, dynamic: bool | None = None) -> list[Match | Declined]:
@@ -25,8 +23,6 @@ def candidates(fn: Callable[..., Any], *args: Any, dynamic: bool | None = None) 
     def look(gm: GraphModule, _: Any) -> Callable[..., Any]:
         captured = capture(gm, placeholder_values(gm))
         write_out(captured)
-        fold(captured)
-        seed_dropouts(captured)
         found.extend(recognise(captured))
         return gm.forward
 

@@ -28,8 +28,7 @@ from fusecomp.ir.region import Access, AttentionRegion
 from fusecomp.paged import Step
 from fusecomp.patterns.attention import recognise
 from fusecomp.patterns.build import Match
-from fusecomp.patterns.folding import fold
-from fusecomp.patterns.sdpa import write_out
+from fusecomp.patterns.written import write_out
 from fusecomp.pipeline import seen_sizes
 
 WILD = 2_000_000_000
@@ -51,7 +50,6 @@ def bound(fn: Callable[..., Any], *args: Tensor) -> tuple[AttentionRegion, list[
     def look(gm: GraphModule, _: Any) -> Callable[..., Any]:
         captured = capture(gm, placeholder_values(gm))
         write_out(captured)
-        fold(captured)
         matches = [m for m in recognise(captured) if isinstance(m, Match)]
 
         def run(*inputs: Any) -> Any:

@@ -13,6 +13,7 @@ from fusecomp.codegen.logsumexp import saved
 from fusecomp.codegen.source import KernelSource
 from fusecomp.graph.facts import storage, written_arguments
 from fusecomp.graph.learning import carry
+from fusecomp.graph.rewriting import stand_for
 from fusecomp.patterns.build import Match
 from fusecomp.patterns.naming import SizeSource
 from fusecomp.running.calls import fixed
@@ -96,7 +97,7 @@ def copied(node: Node) -> Node:
 def take_place(match: Match, new: Node) -> None:
     """Let `new` stand for match.output, and remove the nodes between inputs and output that nothing else reads."""
     carry(match.output, new)
-    match.output.replace_all_uses_with(new)
+    stand_for(match.output, new)
     at = {n: i for i, n in enumerate(match.output.graph.nodes)} if match.sums else {}
     for dead in sorted([match.output, *reversed(match.interior)], key=lambda n: -at.get(n, 0)):
         if not dead.users:

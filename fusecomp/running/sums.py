@@ -11,6 +11,7 @@ from fusecomp.codegen.logsumexp import saved
 from fusecomp.graph.capture import inline
 from fusecomp.graph.facts import value
 from fusecomp.graph.learning import carry, learns, records
+from fusecomp.graph.rewriting import remember
 from fusecomp.ir.region import AttentionRegion
 from fusecomp.patterns.build import Match
 from fusecomp.patterns.logsums import LogSum
@@ -44,5 +45,6 @@ def put_sums(match: Match, saved_lse: Node) -> None:
     for s in match.sums:
         new = inline(match.place, partial(in_place_of, match, s), [saved_lse])
         carry(s.node, new)
+        remember(s.node, new)
         for reader in s.readers:
             reader.replace_input_with(s.node, new)

@@ -1,0 +1,107 @@
+"""Calls of a program that are written out for a while, and put back where nothing came of it.
+
+A call that is written out leaves the graph, so that its operands have no second reader. What stands for it may be
+replaced in its turn, and so may its operands: the graph remembers what stands for what.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch.fx import GraphModule, Node
+from torch.fx.node import map_arg
+
+INSTEAD = "fusecomp_instead"
+"""In the meta of a graph: {a node that left it: what stands for it}."""
+
+
+@dataclass(frozen=True)
+class Call:
+    """A call that left the graph."""
+
+    node: Node
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Written:
+    """What was written out."""
+
+    output: Node
+    """What stands for it."""
+    parts: tuple[Node, ...]
+    """Nodes that become part of a kernel where it is fused."""
+    calls: tuple[Call, ...]
+    """As the program has it, in order."""
+
+
+def write(call: Node, output: Node, parts: Sequence[Node] = ()) -> Written:
+    """Let `output` stand for `call`, which leaves the graph with what nothing else reads."""
+    stand_for(call, output)
+    return Written(output, tuple(parts) or (output,), tuple(erased(call)))
+
+
+def put_back(module: GraphModule, written: Sequence[Written], fused: Container[Node]) -> None:
+    """Give every call its place again of which no part is in the graph no more. `fused`: outputs of attention."""
+    instead, alive = _instead(module), set(module.graph.nodes)
+
+    def now(node: Node) -> Node:
+        return list(_line(node, instead))[-1]
+
+    def stays(part: Node) -> bool:
+        return now(part) in alive and not any(n in fused for n in _line(part, instead))
+
+    for one in reversed(written):
+        if all(map(stays, one.parts)):
+            output = now(one.output)
+            with module.graph.inserting_before(output):
+                for call in one.calls:
+                    args, kwargs = map_arg((call.args, call.kwargs), now)
+                    new = module.graph.call_function(call.node.target, args, kwargs)  # type: ignore[arg-type]
+                    new.meta = dict(call.node.meta)
+                    instead[call.node] = new
+                    alive.add(new)
+            stand_for(output, new)
+            alive.difference_update(call.node for call in erased(output))
+    del module.meta[INSTEAD]
+
+
+def stand_for(old: Node, new: Node) -> None:
+    """Let whatever reads `old` read `new`, in the graph or out of it."""
+    remember(old, new)
+    old.replace_all_uses_with(new)
+
+
+def remember(old: Node, new: Node) -> None:
+    """`new` stands for `old` in calls that are out of the graph."""
+    assert old.graph.owning_module is not None
+    _instead(old.graph.owning_module)[old] = new
+
+
+def _instead(module: GraphModule) -> dict[Node, Node]:
+    found: dict[Node, Node] = module.meta.setdefault(INSTEAD, {})
+    return found
+
+
+def _line(node: Node, instead: dict[Node, Node]) -> Iterator[Node]:
+    """A node, what stands for it, what stands for that."""
+    yield node
+    while node in instead:
+        node = instead[node]
+        yield node
+
+
+def erased(node: Node) -> list[Call]:
+    """Erase a node, and what only it read: those calls, in order."""
+    calls, stack = [], [node]
+    while stack:
+        n = stack.pop()
+        if n.op == "call_function" and not n.users:
+            above = n.all_input_nodes
+            calls.append(Call(n, n.args, n.kwargs))
+            n.graph.erase_node(n)
+            stack += above
+    return calls[::-1]

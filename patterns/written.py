@@ -1,0 +1,26 @@
+"""What a program says in one call, written as what it means, so that recognition has one thing to read.
+
+    scaled_dot_product_attention(Q, K, V)    softmax(scale Q K^T + mask) V              patterns/sdpa.py
+    (softmax(a) - lam softmax(b)) V          softmax(a) V - lam (softmax(b) V)          patterns/sums.py
+    sum_p sum_s w[p, s] v[p, s]              sum_n w[n] v[n]                            patterns/folding.py
+    dropout(P, p)                            P f(seed, place)                           patterns/dropout.py
+
+Each is of the program as the ones above left it. `graph.rewriting.put_back` gives what is not fused its place again.
+"""
+
+from __future__ import annotations
+
+from torch.fx import GraphModule
+
+from fusecomp.graph.rewriting import Written
+from fusecomp.patterns.dropout import seed_dropouts
+from fusecomp.patterns.folding import fold
+from fusecomp.patterns.sdpa import define
+from fusecomp.patterns.sums import distribute
+
+MEANINGS = (define, distribute, fold, seed_dropouts)
+
+
+def write_out(module: GraphModule) -> list[Written]:
+    """Write out every such call."""
+    return [written for meaning in MEANINGS for written in meaning(module)]
