@@ -8,16 +8,16 @@ from dataclasses import dataclass, replace
 import torch
 from torch.fx import Node
 
-from fusecomp.graph.facts import dtype, op_name, place, reach, shape, storage, written_arguments
+from fusecomp.graph.facts import dtype, op_name, place, reach, storage, written_arguments
 from fusecomp.graph.learning import cut, learns, records
 from fusecomp.ir.algebra import ZERO, apply, const
-from fusecomp.ir.expr import Const, Expr, Load, Reduce, Score, Var, parts, transform, variables
-from fusecomp.ir.region import Access, AttentionRegion, Operand, Product
+from fusecomp.ir.expr import Const, Expr, Load, Reduce, Score, Var, parts, variables
+from fusecomp.ir.region import AttentionRegion, Product
 from fusecomp.patterns import dropout
 from fusecomp.patterns.lift import Decline, Lift, Outside
 from fusecomp.patterns.logsums import MAXIMA, LogSum, check_shifts, leading_to_sums, with_readers
-from fusecomp.patterns.masks import Masked, oriented, sees_a_key, sees_nothing, split
-from fusecomp.patterns.naming import Lengths, SizeSource, memory_order, operand_names, renamed
+from fusecomp.patterns.masks import Masked, sees_a_key, sees_nothing, split
+from fusecomp.patterns.naming import Lengths, Naming, SizeSource, memory_order, operand_names
 from fusecomp.patterns.products import Found, Pair, score_products, value_access
 from fusecomp.patterns.reasons import NEW_TENSOR, ON_ITS_OWN, ONE_FACTOR, called
 from fusecomp.patterns.weights import Weights
@@ -214,37 +214,37 @@ def bind(
 ) -> Match:  # fmt: skip
     """Rename tensors and lengths, so that equal attentions make equal regions, and remember what each name is."""
     sizes = Lengths(lift, found, names, interior)
-    score_of: dict[Expr, Expr] = {
-        load: apply("mul", Score(t), pair.factor) for t, (load, pair) in enumerate(products.items())
-    }
+    of_products: dict[Expr, Expr] = {x: apply("mul", Score(t), p.factor) for t, (x, p) in enumerate(products.items())}
+    named = Naming(lift, names, sizes, of_products)
+    region = region_of(found, scores, list(products.values()), v, named, anchor)
+    known = {name: sizes.source(name) for name in region.sizes}
+    out_shape = tuple(sizes.axis(found, a) for a in found.out_axes)
+    nodes = tuple(lift.reads[name].node for name in names)
+    path = frozenset({*lift.visited, *interior, found.output} - set(nodes))
+    return Match(region, found.output, nodes, known, out_shape, interior, path, anchor, lift.absorbs)
 
-    def named(e: Expr) -> Expr:
-        e = transform(e, score_of.get)
-        return oriented(transform(e, lambda x: renamed(x, names, sizes)))
 
-    def access(x: Load) -> Access:
-        return Access(names[x.tensor], tuple(map(named, x.index)))
-
-    blind = filled_rows(found, scores, anchor)
-    v_named = named(Var("dv", const(int(found_dv(v)))))
-    at = place(anchor)
-    region = AttentionRegion(
-        operands=tuple(Operand(to, tuple(map(named, shape(lift.reads[name].node))), dtype(lift.reads[name].node))
-                       for name, to in names.items()),
-        batch=tuple(named(b) for b in found.batch),  # type: ignore[arg-type, misc]
-        q_idx=named(found.index("q_idx")),  # type: ignore[arg-type]
-        kv_idx=named(found.index("kv_idx")),  # type: ignore[arg-type]
-        products=tuple(Product(access(p.q), access(p.k), p.d, p.dtype) for p in products.values()),
-        v=access(v),
-        dv=v_named,  # type: ignore[arg-type]
-        score=named(scores.score),
-        keep=tuple(map(named, scores.keep)),
-        filled_score=named(found.weights.scores) if blind else None,
+def region_of(
+    found: Found, scores: Masked, pairs: list[Pair], v: Load, named: Naming, anchor: Node
+) -> AttentionRegion:
+    """The mathematics, field by field."""
+    weights, blind, at = found.weights, filled_rows(found, scores, anchor), place(anchor)
+    return AttentionRegion(
+        operands=named.operands(),
+        batch=tuple(map(named.index, found.batch)),
+        q_idx=named.index(found.index("q_idx")),
+        kv_idx=named.index(found.index("kv_idx")),
+        products=tuple(Product(named.access(p.q), named.access(p.k), p.d, p.dtype) for p in pairs),
+        v=named.access(v),
+        dv=Var("dv", const(found_dv(v))),
+        score=named.expr(scores.score),
+        keep=tuple(map(named.expr, scores.keep)),
+        filled_score=named.expr(weights.scores) if blind else None,
         fill=scores.fill if blind else float("-inf"),
-        subtracted=blind and found.weights.subtracted,
-        weight=named(found.weights.factor),
-        sink=named(found.weights.sink) if found.weights.sink is not None else None,
-        empty_row=found.weights.empty_row,
+        subtracted=blind and weights.subtracted,
+        weight=named.expr(weights.factor),
+        sink=named.expr(weights.sink) if weights.sink is not None else None,
+        empty_row=weights.empty_row,
         pv_dtype=dtype(found.product),
         out_dtype=dtype(found.output),
         out_axes=tuple(found.axes[a].name for a in found.out_axes),
@@ -252,12 +252,7 @@ def bind(
         precision="ieee" if torch.get_float32_matmul_precision() == "highest" else "tf32",
         origin=at.where,
         source=at.source,
-    )  # fmt: skip
-    known = {name: sizes.source(name) for name in region.sizes}
-    out_shape = tuple(sizes.axis(found, a) for a in found.out_axes)
-    nodes = tuple(lift.reads[name].node for name in names)
-    path = frozenset({*lift.visited, *interior, found.output} - set(nodes))
-    return Match(region, found.output, nodes, known, out_shape, interior, path, anchor, lift.absorbs)
+    )
 
 
 def filled_rows(found: Found, scores: Masked, anchor: Node) -> bool:

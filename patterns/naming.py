@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import TypeAlias
 
 import torch
 from torch.fx import Node
 
-from fusecomp.graph.facts import op_name, shape, size_expr, value
+from fusecomp.graph.facts import dtype, op_name, shape, size_expr, value
 from fusecomp.ir.algebra import draws
 from fusecomp.ir.expr import Cast, Const, Expr, Load, Size, Var, transform
+from fusecomp.ir.region import Access, Operand
 from fusecomp.patterns.lift import Decline, Lift
+from fusecomp.patterns.masks import oriented
 from fusecomp.patterns.products import Found, Pair
 
 SizeSource: TypeAlias = "int | Node | tuple[Node, int]"
@@ -52,16 +55,42 @@ def ordered_loads(e: Expr) -> Iterator[Load]:
     yield from walk(e)
 
 
-def renamed(x: Expr, names: dict[str, str], sizes: Lengths) -> Expr | None:
-    """Tensors by operand name; batch, query and key lengths by their letter; other run-time lengths L0, L1 ..."""
-    match x:
-        case Var(name, _) if name in sizes.letters:
-            return Var(name, Size(sizes.letters[name]))
-        case Size():
-            return sizes.rename(x)
-        case Load(tensor, index, kind):
-            return Load(names[tensor], tuple(transform(i, lambda y: renamed(y, names, sizes)) for i in index), kind)
-    return None
+@dataclass(frozen=True)
+class Naming:
+    """A graph's expressions in the words of its region."""
+
+    lift: Lift
+    names: dict[str, str]
+    """FX name -> operand name."""
+    sizes: Lengths
+    products: dict[Expr, Expr]
+    """A product of Q and K -> the score that it is."""
+
+    def expr(self, e: Expr) -> Expr:
+        return oriented(transform(transform(e, self.products.get), self._renamed))
+
+    def _renamed(self, x: Expr) -> Expr | None:
+        """Tensors by operand name; batch, query and key lengths by their letter; other run-time lengths L0, L1 ..."""
+        match x:
+            case Var(name, _) if name in self.sizes.letters:
+                return Var(name, Size(self.sizes.letters[name]))
+            case Size():
+                return self.sizes.rename(x)
+            case Load(tensor, index, kind):
+                return Load(self.names[tensor], tuple(transform(i, self._renamed) for i in index), kind)
+        return None
+
+    def index(self, v: Var) -> Var:
+        named = self.expr(v)
+        assert isinstance(named, Var)
+        return named
+
+    def access(self, x: Load) -> Access:
+        return Access(self.names[x.tensor], tuple(map(self.expr, x.index)))
+
+    def operands(self) -> tuple[Operand, ...]:
+        nodes = {to: self.lift.reads[name].node for name, to in self.names.items()}
+        return tuple(Operand(to, tuple(map(self.expr, shape(n))), dtype(n)) for to, n in nodes.items())
 
 
 class Lengths:
