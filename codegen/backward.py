@@ -43,7 +43,7 @@ from fusecomp.codegen.function import Holes, function
 from fusecomp.codegen.logsumexp import saved
 from fusecomp.codegen.memory import fixed_loads, query_tiles, tile_pointers
 from fusecomp.codegen.philox import IN_TRITON
-from fusecomp.codegen.program import batch_axes, columns, edge_loop, full_range, key_range, query_rows, stored_rows
+from fusecomp.codegen.program import batch_axes, columns, edge_loop, key_range, query_rows, stored_rows, whole_tiles
 from fusecomp.codegen.skeletons import fill
 from fusecomp.codegen.source import KernelSource, check
 from fusecomp.codegen.table import full_tiles, table_row
@@ -197,7 +197,7 @@ def query_gradient(frame: GradientFrame) -> tuple[str, list[str]]:
         "pointers": tile_pointers(frame),
         "accs": queries.accumulators(frame),
         "key_range": table_row(frame) if frame.tabled else key_range(frame),
-        "full_range": full_tiles() if frame.tabled else full_range(frame),
+        "full_range": full_tiles() if frame.tabled else whole_tiles(frame),
         "full_begin": "full_begin" if frame.k_begin != "0" or frame.tabled else "0",
         "full_tile": queries.full_tile(frame),
         "edge_loop": other_tiles(frame, queries.masked_tile(frame), frame.kv_idx) if frame.tabled else edge_loop(frame),

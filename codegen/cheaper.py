@@ -12,9 +12,14 @@ from __future__ import annotations
 import math
 
 from fusecomp.ir.algebra import apply, const, depends_on_score
-from fusecomp.ir.expr import Apply, Const, Expr, kind, rebuild
+from fusecomp.ir.expr import Apply, Const, Expr, kind, parts, rebuild
 
 LOG2E = math.log2(math.e)
+IDENTITIES = {
+    "tanh": "tanh(x) = 1 - 2 / (exp2(2 log2(e) x) + 1)",
+    "sigmoid": "sigmoid(x) = 1 / (exp2(-log2(e) x) + 1)",
+}
+"""What a reader of the kernel may not recognise."""
 
 
 def cheaper(e: Expr, hardware: bool = False) -> Expr:
@@ -45,6 +50,12 @@ def _rewritten(e: Expr) -> Expr:
 def _is_scale(c: float) -> bool:
     """Whether c and 1 / c are ordinary floats, so that the order of the products does not matter."""
     return c != 0 and 1e-30 < abs(c) < 1e30
+
+
+def explained(before: Expr, after: Expr) -> list[str]:
+    """The identities that turned one score into another, as comments."""
+    had, has = ({x.op for x in parts(e) if isinstance(x, Apply)} for e in (before, after))
+    return [f"# {identity}" for op, identity in IDENTITIES.items() if op in had - has]
 
 
 def times(x: Expr, c: float) -> Expr:

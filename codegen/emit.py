@@ -43,6 +43,7 @@ from fusecomp.codegen.program import (
     state,
     store,
     stored_rows,
+    whole_tiles,
 )
 from fusecomp.codegen.schedule import decoded, reach_of, schedule, share
 from fusecomp.codegen.selfcheck import selfcheck
@@ -208,7 +209,7 @@ def common(frame: Frame) -> dict[str, list[str]]:
         "query": query_tiles(frame),
         "pointers": tile_pointers(frame),
         "key_range": table_row(frame) if frame.tabled else key_range(frame),
-        "full_range": full_tiles() if frame.tabled else full_range(frame),
+        "full_range": full_tiles() if frame.tabled else whole_tiles(frame),
         "descriptors": descriptors(frame),
         "full_tile": full_tile(frame),
         "edge_loop": other_tiles(frame) if frame.tabled else edge_loop(frame),

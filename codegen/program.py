@@ -113,6 +113,15 @@ def full_range(frame: Frame) -> Lines:
     return [*lines, f"full_end = {last} // BLOCK_N * BLOCK_N"]
 
 
+def whole_tiles(frame: Frame) -> Lines:
+    """The same, with what it means where a mask decides it."""
+    bounded = frame.reach.lower or frame.reach.upper
+    begin, full = frame.k_begin, "0" if frame.k_begin == "0" else "full_begin"
+    seen = "what the rest of the mask shows" if frame.reach.loose else "all"
+    said = f"# No query of the tile sees a key outside [{begin}, {frame.k_end}); in [{full}, full_end) each sees {seen}"
+    return [*([said] if bounded else []), *full_range(frame)]
+
+
 def edge_loop(frame: Frame) -> Lines:
     """The tiles of [k_begin, k_end) outside [full_begin, full_end)."""
     if frame.k_begin == "0":

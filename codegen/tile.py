@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from fusecomp.codegen.base2 import LOG2E, Exponent, may_be_minus_inf
-from fusecomp.codegen.cheaper import cheaper
+from fusecomp.codegen.cheaper import cheaper, explained
 from fusecomp.codegen.descriptors import described_keys, described_values, descriptors
 from fusecomp.codegen.frame import Frame, merged, score_name
 from fusecomp.codegen.logsumexp import natural_max
@@ -77,10 +77,11 @@ def scores(frame: Frame, e: Exponent, tests: Sequence[Expr], edge: bool) -> Line
     """S of the products, -inf where the query does not see the key."""
     weight = [frame.weight] if frame.weight else []
     names = frame.tile_names.having({PLACED: PLACED.tensor})
+    said = explained(frame.region.score, e.score)
     return [
         *element_loads(frame, edge, [e.score, *tests, *weight]),
         *kept(frame, weight),
-        *([] if e.score == Score(0) else [f"score = {triton_text(e.score, names)}"]),
+        *([] if e.score == Score(0) else [*said, f"score = {triton_text(e.score, names)}"]),
         *mask(frame, tests, edge),
     ]
 

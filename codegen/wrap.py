@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 
 WIDTH = 110
 OPERATORS = (" + ", " - ", " | ", " & ", " * ", " / ")
+STATEMENT = r" *(assert|del|for|if|return|while|with|yield)\b"
 
 
 def wrapped_lines(text: str) -> str:
@@ -35,6 +37,9 @@ def _broken(line: str) -> list[str] | None:
         if terms := _terms(items[0]):
             return [line[: opened + 1], *(inner + term for term in terms), indent + line[closed:]]
     head, equals, value = line.partition(" = ")
+    items = list(_split(line.strip(), ", "))
+    if len(items) > 1 and not equals and not re.match(STATEMENT, line):  # arguments of a call that begins above
+        return [part for item in items for part in _wrap_item(f"{indent}{item},")]
     terms = _terms(value) if equals else None
     return [f"{head} = (", *(inner + term for term in terms), f"{indent})"] if terms else None
 

@@ -106,6 +106,18 @@ def test_arguments_that_cannot_be_broken_keep_one_comma() -> None:
     assert ast.dump(ast.parse(body)) == ast.dump(ast.parse(f"keep = where({wide}, {wide}, other)"))
 
 
+def test_arguments_on_a_line_of_their_own_get_a_line_each() -> None:
+    call = f"copy(\n    {', '.join(f'value_{i}.index([{i}, {i}])' for i in range(8))}\n)"
+    body = wrapped_lines(call)
+    assert body.splitlines()[1:3] == ["    value_0.index([0, 0]),", "    value_1.index([1, 1]),"]
+    assert ast.dump(ast.parse(body)) == ast.dump(ast.parse(call))
+
+
+def test_a_long_statement_that_cannot_be_broken_stays() -> None:
+    statement = f"def f():\n    return {', '.join(f'value_{i}' for i in range(20))}"
+    assert wrapped_lines(statement) == statement
+
+
 def test_the_interpreter_rounds_as_a_device_does() -> None:
     special = torch.tensor([float("nan"), float("inf"), -float("inf"), 3.4e38, 0.0, 1011.0, 1010.0])
     x = torch.cat([torch.randn(1000) * 300, special])

@@ -70,6 +70,7 @@ def attention(
 
     q_last = tl.minimum(q_start + BLOCK_M, M) - 1
     k_end = tl.minimum(q_last + 1, N)
+    # No query of the tile sees a key outside [0, k_end); in [0, full_end) each sees all
     full_end = tl.minimum(q_start + 1, k_end) // BLOCK_N * BLOCK_N
     for k_start in range(0, full_end, BLOCK_N):
         key = tl.cast(k_start, tl.int64)

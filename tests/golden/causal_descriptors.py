@@ -66,6 +66,7 @@ def attention(
 
     q_last = tl.minimum(q_start + BLOCK_M, M) - 1
     k_end = tl.minimum(q_last + 1, N)
+    # No query of the tile sees a key outside [0, k_end); in [0, full_end) each sees all
     full_end = tl.minimum(q_start + 1, k_end) // BLOCK_N * BLOCK_N
     # Rows from k_end on, and columns past the head size, read as zeros
     k_desc = tl.make_tensor_descriptor(k_base, [k_end, 128], [k_stride_2, 1], [BLOCK_N, 128])

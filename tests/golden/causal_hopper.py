@@ -129,7 +129,10 @@ def produce(given):
                 barrier("sync", Q_FREE + group, 160)
             mbarrier.expect(q_ready.index(group), 16384)
             tma.async_copy_global_to_shared(
-                q_desc, [b.to(gl.int32), h.to(gl.int32), q_start + group * 64, 0], q_ready.index(group), q_smem.index(group)._reinterpret(q_desc.dtype, [1, 1, 64, 128], q_desc.layout)
+                q_desc,
+                [b.to(gl.int32), h.to(gl.int32), q_start + group * 64, 0],
+                q_ready.index(group),
+                q_smem.index(group)._reinterpret(q_desc.dtype, [1, 1, 64, 128], q_desc.layout),
             )
         for block in range(blocks + 1):
             if block < blocks:
@@ -140,7 +143,10 @@ def produce(given):
                     barrier("sync", K_FREE + slot, THREADS)
                 mbarrier.expect(k_ready.index(slot), BLOCK_N * 256)
                 tma.async_copy_global_to_shared(
-                    k_desc, [b.to(gl.int32), h.to(gl.int32), k_start, 0], k_ready.index(slot), k_smem.index(slot)._reinterpret(k_desc.dtype, [1, 1, 128, 128], k_desc.layout)
+                    k_desc,
+                    [b.to(gl.int32), h.to(gl.int32), k_start, 0],
+                    k_ready.index(slot),
+                    k_smem.index(slot)._reinterpret(k_desc.dtype, [1, 1, 128, 128], k_desc.layout),
                 )
             if block > 0:
                 count = done + block - 1
@@ -150,7 +156,10 @@ def produce(given):
                     barrier("sync", V_FREE + slot, THREADS)
                 mbarrier.expect(v_ready.index(slot), BLOCK_N * 256)
                 tma.async_copy_global_to_shared(
-                    v_desc, [b.to(gl.int32), h.to(gl.int32), k_start, 0], v_ready.index(slot), v_smem.index(slot)._reinterpret(v_desc.dtype, [1, 1, 128, 128], v_desc.layout)
+                    v_desc,
+                    [b.to(gl.int32), h.to(gl.int32), k_start, 0],
+                    v_ready.index(slot),
+                    v_smem.index(slot)._reinterpret(v_desc.dtype, [1, 1, 128, 128], v_desc.layout),
                 )
         done += blocks
         mbarrier.wait(next_taken.index(turn & 1), ((turn >> 1) & 1) ^ 1)

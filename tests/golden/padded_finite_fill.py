@@ -62,6 +62,7 @@ def attention(
     acc = tl.zeros([BLOCK_M, 16], tl.float32)
 
     k_end = tl.cast(tl.minimum(load0_value, N), tl.int32)
+    # No query of the tile sees a key outside [0, k_end); in [0, full_end) each sees all
     full_end = tl.maximum(k_end, 0) // BLOCK_N * BLOCK_N
     for k_start in range(0, full_end, BLOCK_N):
         key = tl.cast(k_start, tl.int64)

@@ -63,6 +63,7 @@ def attention(
     q_last = tl.minimum(q_start + BLOCK_M, M) - 1
     k_begin = tl.maximum(q_start - 255, 0) // BLOCK_N * BLOCK_N
     k_end = tl.minimum(q_last + 1, N)
+    # No query of the tile sees a key outside [k_begin, k_end); in [full_begin, full_end) each sees all
     full_begin = tl.cdiv(tl.maximum(q_last - 255, k_begin), BLOCK_N) * BLOCK_N
     full_end = tl.maximum(tl.minimum(q_start + 1, k_end), full_begin) // BLOCK_N * BLOCK_N
     for k_start in range(full_begin, full_end, BLOCK_N):
@@ -70,6 +71,7 @@ def attention(
         k_tile = tl.load(k_base + key * k_stride_2 + k_offsets)  # [64, BLOCK_N]
         score = tl.dot(q_tile, k_tile)  # [BLOCK_M, BLOCK_N]
 
+        # tanh(x) = 1 - 2 / (exp2(2 log2(e) x) + 1)
         score = 1.0 - 2.0 / (tl.exp2(score * 0.012022458674074695) + 1.0)
 
         new_max = tl.maximum(row_max, tl.max(score, axis=1) * SCALE)
@@ -92,6 +94,7 @@ def attention(
         k_tile = tl.load(k_base + key * k_stride_2 + k_offsets, mask=live[None, :], other=0.0)  # [64, BLOCK_N]
         score = tl.dot(q_tile, k_tile)  # [BLOCK_M, BLOCK_N]
 
+        # tanh(x) = 1 - 2 / (exp2(2 log2(e) x) + 1)
         score = 1.0 - 2.0 / (tl.exp2(score * 0.012022458674074695) + 1.0)
         score = tl.where(live[None, :] & (q_idx - kv_idx < 256) & (q_idx >= kv_idx), score, float("-inf"))
 
