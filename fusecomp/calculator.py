@@ -64,10 +64,11 @@ def tiles(
     """
     if decode and (m or 1) > DECODE_ROWS:
         raise OptionError(f"a decode step has at most {DECODE_ROWS} queries a request; got m = {m}")
+    queries = 1 if decode and m is None else m
     if backward and (decode or page_size):
         raise OptionError(f"{'a decode step' if decode else 'a paged cache'} has no backward pass: leave one out")
     workload = Workload(
-        n, d, dtype, causal, heads, batch, kv_heads, dv, m or (1 if decode else None), window, softcap, bias, page_size
+        n, d, dtype, causal, heads, batch, kv_heads, dv, queries, window, softcap, bias, page_size
     )
     on = device if isinstance(device, Device) else current() if device is None else find(device)
     allowed = on.smem_bytes if budget is None else min(number_of_bytes(budget), on.smem_bytes)

@@ -15,8 +15,8 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, redirect_stdout
 from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated
 
@@ -87,7 +87,8 @@ def show(
     planned_for = find(device) if device else current()
     target = _target(name, arg, on)
     if until == "graph":
-        parts = graphs(target)
+        with _progress(f"tracing {name}"):
+            parts: Iterable[str] = list(graphs(target))
     else:
         parts = stage(_report(target, {"lowering": "off"}), until, planned_for)
     for part in parts:
@@ -170,9 +171,10 @@ def _pair(text: str) -> tuple[str, str]:
 
 @contextmanager
 def _progress(what: str) -> Iterator[None]:
-    """A spinner and a clock on a terminal's standard error; nothing where there is none."""
+    """A spinner and a clock on a terminal's standard error, where goes what the model prints too."""
     console = Console(stderr=True)
     columns = SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn()
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+    progress = Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
+    with redirect_stdout(sys.stderr), progress:
         progress.add_task(what, total=None)
         yield

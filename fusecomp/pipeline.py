@@ -22,7 +22,7 @@ import torch
 from torch.fx import GraphModule
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from fusecomp.errors import CaptureError, FusecompError, VerificationError
+from fusecomp.errors import CaptureError, FusecompError, KernelError, VerificationError
 from fusecomp.graph.capture import capture, may_hold_attention, without_dead_code
 from fusecomp.graph.facts import Place, place, word
 from fusecomp.graph.learning import mark, records
@@ -35,7 +35,7 @@ from fusecomp.planning import unfused
 from fusecomp.planning.device import current
 from fusecomp.report import Entry
 from fusecomp.running import hopper, library
-from fusecomp.running.lower import Lowered, lower, planned, real_tensors
+from fusecomp.running.lower import Lowered, lower, planned, real_tensors, triton_interprets
 from fusecomp.running.operator import Kernel, register
 from fusecomp.running.subgraph import seen
 from fusecomp.running.substitute import substitute
@@ -217,10 +217,17 @@ def faster_apart(match: Match, sizes: Mapping[str, int], options: Options) -> st
     return unfused.faster_apart(match.region, sizes, planned(match, sizes), current())
 
 
+INTERPRET = (
+    "on CPU tensors Triton's kernels run in its interpreter alone; set TRITON_INTERPRET=1, or lowering='auto'"
+)
+
+
 def checked(match: Match, lowered: Lowered, sizes: Mapping[str, int], options: Options) -> Verdict | None:
     """The verdict on a kernel, unless verification is off."""
     if not options.verify:
         return None
+    if lowered.lowering == "triton" and device_of(match).type == "cpu" and not triton_interprets():
+        raise KernelError(INTERPRET)
     with torch.no_grad(), torch._dispatch.python.suspend_functionalization(), real_tensors():
         return verify(match, lowered.launch, sizes, device_of(match), lowered.text, lowered.backward)
 

@@ -14,7 +14,7 @@ from dataclasses import Field, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from fusecomp.errors import OptionError
+from fusecomp.errors import CacheError, OptionError
 
 LOWERINGS = ("auto", "triton", "cpu", "off")
 EMPTY_ROWS = ("nan", "zero")
@@ -151,6 +151,9 @@ def environment() -> dict[str, str | None]:
 
 
 def cache_dir() -> Path:
-    """$FUSECOMP_CACHE_DIR, else ~/.cache/fusecomp. Not created here."""
-    chosen = os.environ.get(CACHE_DIR)
-    return Path(chosen).expanduser() if chosen else Path.home() / ".cache" / "fusecomp"
+    """$FUSECOMP_CACHE_DIR, else ~/.cache/fusecomp. Not created here. Raises CacheError where no home is known."""
+    chosen = os.environ.get(CACHE_DIR) or str(Path("~", ".cache", "fusecomp"))
+    try:
+        return Path(chosen).expanduser().absolute()
+    except RuntimeError as error:
+        raise CacheError(f"{chosen}: {error} Set {CACHE_DIR} to a folder of your own") from error

@@ -7,12 +7,12 @@ import platform
 import re
 from collections.abc import Iterator, Mapping
 from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from fusecomp.codegen.hopper import specialised
+from fusecomp.errors import CacheError
 from fusecomp.ir.region import AttentionRegion
 from fusecomp.planning.device import Device, current, live
 from fusecomp.planning.ranking import rank_plan
@@ -113,7 +113,7 @@ def facts() -> Iterator[tuple[str, str]]:
         yield name, installed(name)
     yield "device", device()
     yield "interpreter", "on: kernels run on CPU tensors" if os.environ.get("TRITON_INTERPRET") == "1" else "off"
-    yield "cache", cache(cache_dir())
+    yield "cache", cache()
     for name, value in environment().items():
         yield name, "not set" if value is None else value
 
@@ -133,8 +133,12 @@ def device() -> str:
     return f"no GPU: plans are made for {current().name}; attention on the CPU runs as PyTorch operators"
 
 
-def cache(folder: Path) -> str:
+def cache() -> str:
     """Where it is, what it holds, whether it can be written."""
+    try:
+        folder = cache_dir()
+    except CacheError as error:
+        return str(error)
     if not folder.exists():
         parent = next(p for p in folder.parents if p.exists())
         made = os.access(parent, os.W_OK) and parent.is_dir()

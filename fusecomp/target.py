@@ -2,7 +2,7 @@
 
     FUNCTION may be                                       it runs with
     a factory: no arguments, returns (model, args)        those args (a tuple, one tensor, or a dict of keywords)
-    a function of tensors, or a model                     random tensors, of the shapes given with --arg
+    a function of tensors, or a model                     random tensors, of the shapes given with --arg, in order
     a function of no arguments                            nothing
 """
 
@@ -12,6 +12,7 @@ import difflib
 import importlib.util
 import inspect
 import sys
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -41,7 +42,7 @@ class Target:
         try:
             with torch.no_grad():
                 return self.call(*self.args, **self.kwargs)
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             shapes = ", ".join(map(_shape, [*self.args, *self.kwargs.values()]))
             raise TargetError(
                 f"{self.name} does not run in eager PyTorch, on inputs ({shapes}): {_said(error)}. "
@@ -50,9 +51,12 @@ class Target:
 
     def to(self, device: str) -> Target:
         """The same on another device."""
-        call = self.call.to(device) if isinstance(self.call, torch.nn.Module) else self.call
-        moved = [_moved(a, device) for a in self.args]
-        return Target(self.name, call, tuple(moved), {k: _moved(v, device) for k, v in self.kwargs.items()})
+        try:
+            call = self.call.to(device) if isinstance(self.call, torch.nn.Module) else self.call
+            moved = [_moved(a, device) for a in self.args]
+            return Target(self.name, call, tuple(moved), {k: _moved(v, device) for k, v in self.kwargs.items()})
+        except (RuntimeError, AssertionError) as error:
+            raise TargetError(f"--on {device}: {_said(error)}. Name a device that is here, such as cpu.") from error
 
 
 def load(text: str, shapes: Sequence[str] = ()) -> Target:
@@ -64,9 +68,12 @@ def load(text: str, shapes: Sequence[str] = ()) -> Target:
     found = _find(module, path, name)
     if not callable(found):
         raise TargetError(f"{name} in {path} is {_a(found)}, not a function, a model or a factory")
-    wanted = _required(found)
-    if wanted:
-        return Target(name, found, _inputs(name, wanted, shapes))
+    parameters = _parameters(found)
+    wanted = [p for p in parameters if p.default is p.empty and p.kind not in VARIED]
+    if inspect.isclass(found) and wanted:
+        raise TargetError(f"{name} in {path} is a class: name an object of it, or a factory of (model, args)")
+    if wanted or (shapes and parameters):
+        return Target(name, found, *_inputs(name, wanted, shapes))
     if shapes:
         raise TargetError(f"{name} in {path} takes no inputs, so --arg has no meaning")
     return _from_factory(name, path, found)
@@ -74,6 +81,8 @@ def load(text: str, shapes: Sequence[str] = ()) -> Target:
 
 def _load_file(path: Path) -> ModuleType:
     """The file as a module; its own folder can be imported from, as when it is run."""
+    if path.is_dir():
+        raise TargetError(f"{path} is a folder, not a Python file")
     if not path.is_file():
         raise TargetError(f"no file {path}{_near(path.name, [p.name for p in path.parent.glob('*.py')])}")
     spec = importlib.util.spec_from_file_location(f"fusecomp_target_{path.stem}", path)
@@ -99,24 +108,31 @@ def _find(module: ModuleType, path: str, name: str) -> Any:
     raise TargetError(f"no {name!r} in {path}{_near(name, own)}. {there}")
 
 
-def _required(call: Callable[..., Any]) -> list[str]:
-    """Names of the arguments that must be given."""
+VARIED = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+
+
+def _parameters(call: Callable[..., Any]) -> list[inspect.Parameter]:
+    """What can be given; nothing where Python does not know."""
     called = call.forward if isinstance(call, torch.nn.Module) else call
     try:
-        parameters = inspect.signature(called).parameters.values()
+        return list(inspect.signature(called).parameters.values())
     except (TypeError, ValueError):
         return []
-    varied = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-    return [p.name for p in parameters if p.default is p.empty and p.kind not in varied]
 
 
-def _inputs(name: str, wanted: Sequence[str], shapes: Sequence[str]) -> tuple[Tensor, ...]:
-    """Random tensors, one for each required argument."""
+def _inputs(
+    name: str, wanted: Sequence[inspect.Parameter], shapes: Sequence[str]
+) -> tuple[tuple[Tensor, ...], dict[str, Tensor]]:
+    """Random tensors, one for each shape or required argument: those by position, then those by keyword only."""
     given = list(shapes) or [SHAPE] * len(wanted)
     if len(given) < len(wanted):
-        raise TargetError(f"{name} takes {', '.join(wanted)}: give --arg {len(wanted)} times, not {len(given)}")
+        names = ", ".join(p.name for p in wanted)
+        raise TargetError(f"{name} takes {names}: give --arg {len(wanted)} times, not {len(given)}")
     generator = torch.Generator().manual_seed(0)
-    return tuple(_tensor(text, generator) for text in given)
+    tensors = [_tensor(text, generator) for text in given]
+    keywords = [p.name for p in wanted if p.kind is p.KEYWORD_ONLY]
+    first = len(tensors) - len(keywords)
+    return tuple(tensors[:first]), dict(zip(keywords, tensors[first:], strict=True))
 
 
 def _tensor(text: str, generator: torch.Generator) -> Tensor:
@@ -126,17 +142,23 @@ def _tensor(text: str, generator: torch.Generator) -> Tensor:
     if not isinstance(dtype, torch.dtype) or not all(n.isdecimal() for n in shape.split("x")):
         raise TargetError(f"--arg {text!r} is not SHAPE or SHAPE:DTYPE, such as {SHAPE}:bfloat16")
     sizes = [int(n) for n in shape.split("x")]
-    if dtype.is_floating_point:
-        return torch.randn(sizes, generator=generator).to(dtype)
-    return torch.randint(0, 2 if dtype == torch.bool else 16, sizes, generator=generator).to(dtype)
+    try:
+        if dtype.is_floating_point:
+            return torch.randn(sizes, generator=generator).to(dtype)
+        return torch.randint(0, 2 if dtype == torch.bool else 16, sizes, generator=generator).to(dtype)
+    except RuntimeError as error:
+        raise TargetError(f"--arg {text!r} cannot be made: {_said(error)}. Give another shape or dtype.") from error
 
 
 def _from_factory(name: str, path: str, call: Callable[..., Any]) -> Target:
     """What a factory returns; a function that returns something else is itself the target."""
     try:
         made = call()
-    except Exception as error:
-        raise TargetError(f"{name} in {path} raised when called: {_said(error)}") from error
+    except (Exception, SystemExit) as error:
+        raise TargetError(
+            f"{name} in {path} raised when called without inputs: {_said(error)}. "
+            "Give it inputs with --arg, or name a factory that returns (model, args)."
+        ) from error
     match made:
         case (model, args, Mapping() as kwargs) if callable(model):
             return Target(name, model, _tuple(args), kwargs)
@@ -144,7 +166,7 @@ def _from_factory(name: str, path: str, call: Callable[..., Any]) -> Target:
             return Target(name, model, (), kwargs)
         case (model, args) if callable(model):
             return Target(name, model, _tuple(args))
-        case torch.nn.Module():
+        case _ if callable(made):
             raise TargetError(f"{name} in {path} returns a model without inputs: return (model, args)")
         case _:
             return Target(name, call)
@@ -163,9 +185,11 @@ def _shape(value: Any) -> str:
 
 
 def _said(error: BaseException) -> str:
-    """The error in one line."""
-    lines = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+    """The error in one line, and the line of the user's that raised it."""
+    lines, own = str(error).strip().splitlines(), (str(Path(__file__).parent), str(Path(torch.__file__).parent), "<")
+    places = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith(own)]
+    said = f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+    return f"{said} (at {Path(places[-1].filename).name}:{places[-1].lineno})" if places else said
 
 
 def _a(value: object) -> str:

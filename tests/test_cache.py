@@ -10,10 +10,14 @@ from typing import Any
 import pytest
 import torch
 from corpus.table import Draw, qkv, scores
+from kernels import tiles
+from regions import attention
 from torch import Tensor
 
 import fusecomp
-from fusecomp.running import cache
+from fusecomp.codegen.emit import emit
+from fusecomp.running import cache, loader
+from fusecomp.running.lower import runnable
 
 pytestmark = pytest.mark.usefixtures("own_cache")
 
@@ -63,7 +67,7 @@ def test_a_cache_that_cannot_be_written(monkeypatch: pytest.MonkeyPatch) -> None
 ODD = '{"passed": "yes", "error": null, "budget": [], "against": 3, "detail": {}}'
 
 
-@pytest.mark.parametrize("garbage", ["", "{", "[1, 2]", '{"passed": true}', "\x00\xff", "null", ODD])
+@pytest.mark.parametrize("garbage", ["", "{", "[1, 2]", '{"passed": true}', "\x00\xff", "null", "[" * 100_000, ODD])
 def test_damaged_verdicts_are_found_again(garbage: str, own_cache: Path) -> None:
     args = draw()
     compiled(plain)(*args)
@@ -72,6 +76,44 @@ def test_damaged_verdicts_are_found_again(garbage: str, own_cache: Path) -> None
     torch._dynamo.reset()
     torch.testing.assert_close(compiled(plain)(*args), plain(*args))
     assert json.loads(kept.read_text())["passed"] is True
+
+
+def test_verdicts_of_other_code_are_not_believed(own_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for code in ("one", "one", "another"):
+        monkeypatch.setattr("fusecomp.running.verify.own_code", lambda code=code: code)
+        torch._dynamo.reset()
+        compiled(plain)(*draw())
+    assert len(list((own_cache / "verdicts").iterdir())) == 2
+
+
+@pytest.mark.parametrize("chosen", ["", "~nobody-of-this-name/cache"])
+def test_without_a_home_a_temporary_folder_serves(
+    chosen: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def homeless(path: Path) -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.setenv("FUSECOMP_CACHE_DIR", chosen)
+    monkeypatch.setattr(Path, "expanduser", homeless)
+    torch._dynamo.reset()
+    compiled(plain)(*draw())
+    assert fusecomp.counters()["fused"] == 1
+    assert caplog.text.count("Set FUSECOMP_CACHE_DIR to a folder of your own") <= 1
+
+
+def test_a_full_disk_costs_no_kernel(own_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write = loader._write
+
+    def full(path: Path, text: str) -> None:
+        if path.is_relative_to(own_cache):
+            raise OSError(28, "No space left on device")
+        write(path, text)
+
+    monkeypatch.setattr(loader, "_write", full)
+    monkeypatch.setattr(loader, "_loaded", {})
+    module = runnable(emit(attention(), tiles(attention())))
+    assert module.__file__ is not None
+    assert not Path(module.__file__).is_relative_to(own_cache)
 
 
 def test_another_users_folder_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -242,6 +242,7 @@ WRONG = {
     "io --d 64": "give the number of keys: --n 4096",
     "tiles --n 0": "n must be at least 1, not 0",
     "tiles --n -4": "n must be at least 1, not -4",
+    "tiles --n 64 --m 0": "m must be at least 1, not 0",
     "tiles --n 64 --d 0": "d must be at least 1",
     "tiles --n 999999999999": "n must be at most 16777216",
     "tiles --n 64 --kv-heads 3": "heads (16) must be a multiple of kv_heads (3)",

@@ -15,8 +15,10 @@ from fusecomp import cli
 
 MODEL = '''
 import torch
+print("a module that talks")
 
 def attention(q, k, v):
+    print("and a function")
     scores = q @ k.transpose(-1, -2) * 0.125
     i, j = torch.arange(q.shape[-2])[:, None], torch.arange(k.shape[-2])
     return torch.softmax(scores.masked_fill(j > i, float("-inf")), -1) @ v
@@ -77,7 +79,7 @@ def test_env_names_versions_device_cache_and_variables(call: Call, tmp_path: Pat
 def test_explain_a_fused_attention(call: Call, model: str) -> None:
     status, out, _ = call("explain", f"{model}:attention", "-o", "inner=aot_eager")
     assert status == 0
-    for part in ("fusecomp attention", "1 fused", "model.py:7", "S = score * 0.125", "keep", "verdict"):
+    for part in ("fusecomp attention", "1 fused", "model.py:9", "S = score * 0.125", "keep", "verdict"):
         assert part in out
 
 
@@ -87,7 +89,7 @@ def test_explain_a_declined_one_as_json(call: Call, model: str) -> None:
     (entry,) = json.loads(out)["entries"]
     assert entry["status"] == "declined"
     assert entry["reason"]
-    assert entry["where"].endswith("model.py:10")
+    assert entry["where"].endswith("model.py:12")
 
 
 def test_explain_nothing(call: Call, model: str) -> None:

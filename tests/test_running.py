@@ -234,6 +234,12 @@ def test_a_verdict_is_kept_and_a_failure_is_not(monkeypatch: pytest.MonkeyPatch,
     assert own_cache.stat().st_mode & 0o077 == 0 or (own_cache / "verdicts").stat().st_mode & 0o077 == 0
 
 
+def test_triton_without_a_device_says_what_to_set(caplog: pytest.LogCaptureFixture) -> None:
+    args = draw()
+    torch.testing.assert_close(compiled(plain, lowering="triton")(*args), plain(*args))
+    assert "set TRITON_INTERPRET=1, or lowering='auto'" in caplog.text
+
+
 def test_layers_alike_share_one_kernel() -> None:
     def layers(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         for _ in range(4):

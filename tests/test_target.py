@@ -50,6 +50,25 @@ def broken():
 def fails(x):
     raise ValueError("no such axis")
 
+def keywords(q, *, k, v=None):
+    return q + k if v is None else v
+
+def anything(*tensors):
+    return tensors[1]
+
+def optional(q=None, k=None):
+    return k
+
+class Scaled:
+    def __init__(self, scale):
+        self.scale = scale
+
+def nested():
+    return lambda x: x
+
+def leaves():
+    raise SystemExit(5)
+
 number = 3
 '''
 
@@ -86,6 +105,11 @@ def test_shapes_and_dtypes_can_be_given(file: Callable[[str], str]) -> None:
     assert target.run().dtype == torch.bfloat16
 
 
+@pytest.mark.parametrize("name", ["keywords", "anything", "optional"])
+def test_arguments_of_every_kind_are_given(file: Callable[[str], str], name: str) -> None:
+    assert load(file(f"model.py:{name}"), ["1x5", "1x5"]).run().shape == (1, 5)
+
+
 def test_a_model_is_a_function_of_its_forward_arguments(file: Callable[[str], str]) -> None:
     assert load(file("model.py:linear"), ["6x4"]).run().shape == (6, 4)
 
@@ -100,8 +124,14 @@ WRONG = {
     "cannot be imported: SyntaxError: invalid syntax": ("syntax.py:attention", ()),
     "cannot be imported: ModuleNotFoundError: No module named 'a_package_that_is_nowhere'": ("needs.py:f", ()),
     "cannot be imported: SystemExit: 3": ("quits.py:f", ()),
-    "raised when called: RuntimeError: out of paper": ("model.py:broken", ()),
+    "raised when called without inputs: RuntimeError: out of paper (at model.py:": ("model.py:broken", ()),
+    "raised when called without inputs: SystemExit: 5": ("model.py:leaves", ()),
+    "raised when called without inputs: IndexError: tuple index out of range": ("model.py:anything", ()),
     "returns a model without inputs: return (model, args)": ("model.py:without_inputs", ()),
+    "nested in": ("model.py:nested", ()),
+    "is a class: name an object of it, or a factory of (model, args)": ("model.py:Scaled", ()),
+    "is a folder, not a Python file": (".:attention", ()),
+    "--arg '9999999x9999999x9999' cannot be made:": ("model.py:linear", ("9999999x9999999x9999",)),
     "attention takes q, k, v: give --arg 3 times, not 1": ("model.py:attention", ("2x3",)),
     "--arg '2by3' is not SHAPE or SHAPE:DTYPE, such as 2x4x96x64:bfloat16": ("model.py:linear", ("2by3",)),
     "--arg '2x3:bf17' is not SHAPE or SHAPE:DTYPE": ("model.py:linear", ("2x3:bf17",)),
@@ -122,6 +152,12 @@ def test_a_model_that_does_not_run_in_eager_is_said_with_its_inputs(file: Callab
         load(file("model.py:fails"), ["2x3:int64"]).run()
     for part in ("fails does not run in eager PyTorch", "(int64 [2, 3])", "ValueError: no such axis", "--arg"):
         assert part in str(caught.value)
+
+
+@pytest.mark.parametrize("device", ["tpu", "cuda:99", "xpu"])
+def test_a_device_that_is_not_here(file: Callable[[str], str], device: str) -> None:
+    with pytest.raises(TargetError, match=f"--on {device}: .*Name a device that is here, such as cpu"):
+        load(file("model.py:factory")).to(device)
 
 
 def test_a_failed_file_leaves_no_trace_in_the_import_path(file: Callable[[str], str]) -> None:

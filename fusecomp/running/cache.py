@@ -13,12 +13,11 @@ import logging
 import os
 import stat
 import tempfile
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 from fusecomp.errors import CacheError
-from fusecomp.settings import cache_dir
+from fusecomp.settings import CACHE_DIR, cache_dir
 
 log = logging.getLogger(__name__)
 
@@ -28,15 +27,20 @@ def directory(name: str) -> Path:
     try:
         return secured(cache_dir() / name)
     except (OSError, CacheError) as error:
-        return secured(instead(cache_dir(), str(error)) / name)
+        return instead(name, error)
 
 
-@lru_cache
-def instead(chosen: Path, error: str) -> Path:
+_instead: dict[str, Path] = {}
+"""What FUSECOMP_CACHE_DIR says -> what this process uses."""
+
+
+def instead(name: str, error: Exception) -> Path:
     """A private temporary folder for this process, and one warning."""
-    fallback = Path(tempfile.mkdtemp(prefix="fusecomp-"))
-    log.warning("the cache %s cannot be used (%s); this process uses %s", chosen, error, fallback)
-    return fallback
+    chosen = os.environ.get(CACHE_DIR, "")
+    if chosen not in _instead:
+        _instead[chosen] = Path(tempfile.mkdtemp(prefix="fusecomp-"))
+        log.warning("the cache cannot be used (%s); this process uses %s", error, _instead[chosen])
+    return secured(_instead[chosen] / name)
 
 
 def secured(path: Path) -> Path:
@@ -72,7 +76,7 @@ def read_json(path: Path) -> dict[str, Any] | None:
     """A JSON object from the cache, or None where there is none or it is damaged."""
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return None
     return found if isinstance(found, dict) else None
 

@@ -20,7 +20,7 @@ from fusecomp.codegen.descriptors import choose
 from fusecomp.codegen.emit import emit
 from fusecomp.codegen.hopper import specialised
 from fusecomp.codegen.source import KernelSource
-from fusecomp.errors import KernelError, PlanError
+from fusecomp.errors import CacheError, KernelError, PlanError
 from fusecomp.ir.region import AttentionRegion
 from fusecomp.patterns.build import Match
 from fusecomp.patterns.masks import hiding
@@ -165,8 +165,12 @@ def generate(match: Match, tiles: TilePlan, saves_lse: bool = False) -> tuple[Ke
 
 
 def runnable(source: KernelSource) -> ModuleType:
-    """The module of a generated file."""
-    return quickened(load(source, cache.directory("kernels")), source.text)
+    """The module of a generated file; from a temporary folder where the cache takes no more."""
+    try:
+        module = load(source, cache.directory("kernels"))
+    except CacheError as error:
+        module = load(source, cache.instead("kernels", error))
+    return quickened(module, source.text)
 
 
 def trial(match: Match, sizes: Mapping[str, int], device: torch.device) -> Callable[[TilePlan], Callable[[], object]]:

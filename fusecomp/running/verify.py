@@ -8,6 +8,7 @@ sampled rows stands in for it, and the graph's own nodes are still run in the mo
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
@@ -17,6 +18,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from fusecomp import codegen, ir, running
 from fusecomp.codegen.logsumexp import saved
 from fusecomp.graph.learning import learns
 from fusecomp.ir.logsumexp import evaluate_lse
@@ -45,7 +47,6 @@ GRADIENT_MULTIPLE = 2.0
 """Of FLOOR: what rounding probabilities and their gradients to half precision may cost a gradient."""
 FILLED = 1e3
 """The log-sum-exp of a row above this is that of a fill."""
-VERSION = 6
 
 
 def verify(
@@ -54,7 +55,8 @@ def verify(
 ) -> Verdict:  # fmt: skip
     """Hold a kernel, and its backward, against what they replace, on random inputs; cached by what was compared."""
     examples = [example_of(n.meta["val"]) for n in match.inputs]
-    name = cache.digest(VERSION, kernel, match.region.key, fingerprint(match), examples, dict(sizes), machine(device))
+    compared = (kernel, match.region.key, fingerprint(match), examples, dict(sizes))
+    name = cache.digest(own_code(), machine(device), *compared)
     path = cache.directory("verdicts") / f"{name}.json"
     if (known := kept(path)) is not None:
         return known
@@ -77,6 +79,13 @@ def kept(path: Path) -> Verdict | None:
     if set(found) != set(wanted) or not all(isinstance(found[k], t) for k, t in wanted.items()):
         return None
     return Verdict(**found)
+
+
+@functools.cache
+def own_code() -> str:
+    """A hash of what runs and judges a kernel: what another version of it found may be wrong here."""
+    folders = [Path(*package.__path__) for package in (ir, codegen, running)]
+    return cache.digest(*(f.read_text(encoding="utf-8") for folder in folders for f in sorted(folder.glob("*.py"))))
 
 
 def machine(device: torch.device) -> str:
