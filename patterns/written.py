@@ -1,6 +1,7 @@
 """What a program says in one call, written as what it means, so that recognition has one thing to read.
 
     scaled_dot_product_attention(Q, K, V)    softmax(scale Q K^T + mask) V              patterns/sdpa.py
+    p[:n] V + p[n:] W,  p a softmax          p [V; W]                                    patterns/joined.py
     (softmax(a) - lam softmax(b)) V          softmax(a) V - lam (softmax(b) V)          patterns/sums.py
     sum_p sum_s w[p, s] v[p, s]              sum_n w[n] v[n]                            patterns/folding.py
     dropout(P, p)                            P f(seed, place)                           patterns/dropout.py
@@ -15,10 +16,11 @@ from torch.fx import GraphModule
 from fusecomp.graph.rewriting import Written
 from fusecomp.patterns.dropout import seed_dropouts
 from fusecomp.patterns.folding import fold
+from fusecomp.patterns.joined import join
 from fusecomp.patterns.sdpa import define
 from fusecomp.patterns.sums import distribute
 
-MEANINGS = (define, distribute, fold, seed_dropouts)
+MEANINGS = (define, join, distribute, fold, seed_dropouts)
 
 
 def write_out(module: GraphModule) -> list[Written]:

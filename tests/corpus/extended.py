@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from corpus.table import FULL, INF, Table, places, qkv, scores, square
 from torch import Tensor
@@ -90,6 +92,44 @@ def longer_values_count_more(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 # ----------------------------------------------------------------------------------------------------------------
+# One softmax, whose pieces are multiplied by values of their own
+
+
+def with_prefix(d: Any) -> list[Tensor]:
+    return [*qkv(d), d(3, 5, 8), d(3, 5, 8)]
+
+
+@CASES.fuse(with_prefix, grad=(0, 1, 2, 3, 4))
+def prefix_with_values_of_its_own(q: Tensor, k: Tensor, v: Tensor, before: Tensor, values: Tensor) -> Tensor:
+    p = torch.cat([scores(q, before), scores(q, k)], -1).softmax(-1)
+    return p[..., :5] @ values + p[..., 5:] @ v
+
+
+@CASES.fuse(lambda d: [*qkv(d), d(2, 3, 5, 8), d(2, 3, 5, 8)], grad=(0, 1, 2, 3, 4))
+def memory_split_off(q: Tensor, k: Tensor, v: Tensor, more: Tensor, values: Tensor) -> Tensor:
+    p = torch.cat([scores(q, k), scores(q, more)], -1).softmax(-1, dtype=torch.float32).to(v.dtype)
+    own, memory = p.split([k.shape[-2], 5], -1)
+    out = torch.einsum("bhij,bhjd->bhid", memory, values)
+    out += torch.einsum("bhij,bhjd->bhid", own, v)
+    return out
+
+
+@CASES.fuse(lambda d: [*with_prefix(d), d(2, 3, 4, 8), d(2, 3, 4, 8)], grad=(0, 1, 2, 3, 4, 5, 6))
+def three_kinds_of_keys(
+    q: Tensor, k: Tensor, v: Tensor, before: Tensor, values: Tensor, behind: Tensor, last: Tensor
+) -> Tensor:
+    p = torch.cat([scores(q, before), causal(scores(q, k)), scores(q, behind)], -1).softmax(-1)
+    return p.narrow(-1, 5, k.shape[-2]) @ v + p[..., :5] @ values + p[..., -4:] @ last
+
+
+@CASES.fuse(lambda d: [*qkv(d), d(3), d(3, 1, 8)], grad=(0, 1, 2, 3, 4))
+def sink_with_a_value(q: Tensor, k: Tensor, v: Tensor, sink: Tensor, value: Tensor) -> Tensor:
+    s = scores(q, k)
+    p = torch.cat([sink.view(1, -1, 1, 1).expand(*s.shape[:3], 1), s], -1).softmax(-1)
+    return p[..., :1] * value + p[..., 1:] @ v
+
+
+# ----------------------------------------------------------------------------------------------------------------
 # Near misses
 
 
@@ -104,3 +144,24 @@ def normalised_apart(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     i, j = places(q, k)
     near = scores(q, k).masked_fill(j > i, -INF).softmax(-1)
     return torch.cat([near, scores(q, k).softmax(-1)], -1) @ torch.cat([v, v], -2)
+
+
+@CASES.decline(with_prefix, "the weights are not a softmax of the scores times a factor", dtypes=FULL)
+def pieces_that_overlap(q: Tensor, k: Tensor, v: Tensor, before: Tensor, values: Tensor) -> Tensor:
+    p = torch.cat([scores(q, before), scores(q, k)], -1).softmax(-1)
+    return p[..., :5] @ values + p[..., 4:-1] @ v
+
+
+@CASES.decline(lambda d: [*square(d), d(2, 3, d.n(21), 8), d(2, 3, d.n(21), 8)], dtypes=FULL)
+def pieces_of_two_softmaxes(q: Tensor, k: Tensor, v: Tensor, more: Tensor, values: Tensor) -> Tensor:
+    s = torch.cat([scores(q, more), scores(q, k)], -1)
+    n = k.shape[-2]
+    return s.softmax(-1)[..., :n] @ values + (2 * s).softmax(-1)[..., n:] @ v
+
+
+@CASES.decline(with_prefix, dtypes=FULL, grad=())
+def values_written_between_the_pieces(q: Tensor, k: Tensor, v: Tensor, before: Tensor, values: Tensor) -> Tensor:
+    p = torch.cat([scores(q, before), scores(q, k)], -1).softmax(-1)
+    out = p[..., :5] @ values
+    values.mul_(2.0)
+    return out + p[..., 5:] @ v
