@@ -27,6 +27,7 @@ from fusecomp.graph.capture import capture, may_hold_attention, without_dead_cod
 from fusecomp.graph.facts import Place, place, word
 from fusecomp.graph.learning import mark, records
 from fusecomp.graph.rewriting import put_back
+from fusecomp.patterns.apart import found_apart, own_operands, withdraw
 from fusecomp.patterns.attention import Declined, recognise
 from fusecomp.patterns.build import Match
 from fusecomp.patterns.sdpa import plain_calls
@@ -104,7 +105,8 @@ def compile_match(module: GraphModule, match: Match, options: Options) -> Entry:
                 return taken
         if why := faster_apart(match, sizes, options):
             return replace(base, status="declined", reason=why, advice=FUSE)
-        lowered = lower(match, sizes, device_of(match), options)
+        match, lowered = trainable(module, match, sizes, options)
+        base = replace(base, region=match.region)
         if slow_to_train(match, sizes, lowered, options):
             return replace(base, status="declined", reason=f"{TRAINING}: {lowered.why_no_backward}", advice=ADVICE)
         base = described(base, lowered)
@@ -121,6 +123,22 @@ def compile_match(module: GraphModule, match: Match, options: Options) -> Entry:
     register(lowered.key, Kernel(match.region, lowered.launch, lowered.backward))
     substitute(module, match, lowered.key, operation_for(match, lowered), lowered.source)
     return replace(base, status="fused")
+
+
+def trainable(
+    module: GraphModule, match: Match, sizes: Mapping[str, int], options: Options
+) -> tuple[Match, Lowered]:
+    """What runs it: of operands whose gradients have a kernel, if the products can be given such."""
+    lowered = lower(match, sizes, device_of(match), options)
+    if not lowered.why_no_backward:
+        return match, lowered
+    own = own_operands(match)
+    again = found_apart(module, match, own)
+    plain = lower(again, sizes, device_of(match), options) if again is not None else lowered
+    if again is not None and not plain.why_no_backward:
+        return again, plain
+    withdraw(own)
+    return match, lowered
 
 
 def judged(

@@ -49,6 +49,8 @@ class Recogniser:
     """Reads candidates of one captured graph, as it is now."""
 
     module: GraphModule
+    outside: frozenset[Node] = frozenset()
+    """Nodes that are read as they are, whatever they compute."""
     facts: Facts = field(init=False)
     constants: dict[str, object] = field(init=False)
 
@@ -82,7 +84,7 @@ class Recogniser:
 
     def match(self, anchor: Node, shared: Container[Node] = ()) -> Match:
         """The attention around one softmax, whose scores the nodes in `shared` may read too. Raises Decline."""
-        lift = Lift(self.facts, constants=self.constants)
+        lift = Lift(self.facts, constants=self.constants, outside=self.outside)
         reasons: list[Decline] = []
         queue = list(products_below(anchor))
         while queue:

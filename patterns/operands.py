@@ -81,7 +81,7 @@ def exact(node: Node) -> bool:
 
 def operand(lift: Lift, node: Node, index: Index, column: Var, at: int) -> Load:
     """Which element of which tensor stands at node[index]: as far down as the kernel can address it."""
-    moves = Moves(lift.facts, constants=lift.constants, at=at, limit=lift.limit)
+    moves = Moves(lift.facts, constants=lift.constants, outside=lift.outside, at=at, limit=lift.limit)
     found = moves.lift(node, index)
     if isinstance(found, Load) and addressable(found, column):
         return taken(lift, moves, found)
@@ -102,7 +102,7 @@ def values(lift: Lift, node: Node, index: Index, column: Var, at: int, keep: tup
 
     (c ? V : 0)[.., n, ..] = V[.., n, ..]    for every key n that is read, if c only says n < length, as `keep` does
     """
-    moves = Moves(lift.facts, constants=lift.constants, at=at, limit=lift.limit, more=ZEROING)
+    moves = Moves(lift.facts, constants=lift.constants, outside=lift.outside, at=at, limit=lift.limit, more=ZEROING)
     live, x = shown(moves.lift(node, index))
     if live != TRUE and isinstance(x, Load) and unread(live, x, keep) and addressable(x, column):
         return taken(lift, moves, x)
