@@ -54,7 +54,7 @@ def withdraw(own: Iterable[Node]) -> None:
 
 
 def own_operand(product: Node, spec: Contraction, x: Node, other: Node) -> Node:
-    """A view of one side, broadcast to the product's batch, or under the casts and turns that a kernel reads through."""
+    """A view of one side, of the whole batch, or under the casts and turns that a kernel reads through."""
     readers = {product, *inside(product, spec)}
     if broadcasts(product, x, other):
         inputs = [x, other]

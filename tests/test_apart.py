@@ -87,6 +87,18 @@ def test_inference_reads_under_the_views(case: Any) -> None:
     assert not views(made[0])
 
 
+def pages(q: Tensor, k: Tensor, v: Tensor, table: Tensor) -> Tensor:
+    """Keys through a table of pages: their gradient is a scatter."""
+    k, v = (pool[table].flatten(1, 2).transpose(1, 2) for pool in (k, v))
+    return (q @ k.mT * 0.25).softmax(-1) @ v
+
+
+def test_pages(reasons: list[str]) -> None:
+    q, k, v = torch.randn(2, 3, 5, 16), torch.randn(9, 4, 3, 16), torch.randn(9, 4, 3, 16)
+    compiled(pages, (q.requires_grad_(), k.requires_grad_(), v, torch.tensor([[1, 3, 5], [2, 4, 8]])))
+    assert reasons == [""]
+
+
 def test_a_batch_that_the_product_broadcasts(reasons: list[str]) -> None:
     q, k, v = torch.randn(3, 5, 16), torch.randn(2, 3, 7, 16), torch.randn(2, 3, 7, 8)
     compiled(shared_queries, [x.requires_grad_() for x in (q, k, v)])
