@@ -54,7 +54,7 @@ def dequantised(
     also where the program zeroed what the mask hides."""
     if learns(node):
         return None
-    moves = Dequantised(lift.facts, constants=lift.constants, at=at, limit=lift.limit)
+    moves = Dequantised(lift.facts, constants=lift.constants, outside=lift.outside, at=at, limit=lift.limit)
     moves.into = dtype(node)
     moves.more = SCALES | dict.fromkeys(CASTS, moves.rounded) | ({} if keep is None else ZEROING)
     live, scaled = shown(moves.lift(node, index))
