@@ -21,9 +21,9 @@ TOLERANCE = 2 * 2.0**-7
 
 
 def causal(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    i = torch.arange(q.shape[-2], device=q.device)
+    i, j = (torch.arange(x.shape[-2], device=q.device) for x in (q, k))
     s = q @ k.mT * q.shape[-1] ** -0.5
-    return s.masked_fill(i[None] > i[:, None], float("-inf")).softmax(-1) @ v
+    return s.masked_fill(j > i[:, None], float("-inf")).softmax(-1) @ v
 
 
 def draw(n: int = 768) -> list[Tensor]:
@@ -85,3 +85,46 @@ def test_a_tensor_that_is_not_aligned(fast: Attend) -> None:
         room = torch.empty(args[0].numel() + 8, device="cuda", dtype=torch.bfloat16)
         moved = [room[offset : offset + args[0].numel()].view_as(args[0]).copy_(args[0]), *args[1:]]
         right(fast(*moved), moved)
+
+
+@pytest.mark.parametrize("rows", [300, 768])
+def test_gradients_in_memory_that_is_used_again(fast: Attend, rows: int) -> None:
+    for _ in range(4):
+        args = [x[:, :, :n].requires_grad_() for x, n in zip(draw(), (rows, 768, 768), strict=True)]
+        up = torch.randn(2, 4, rows, 64, device="cuda", dtype=torch.bfloat16)
+        exact = [x.detach().double().requires_grad_() for x in args]
+        with torch.enable_grad():
+            found = torch.autograd.grad(fast(*args), args, up)
+            wanted = torch.autograd.grad(causal(*exact), exact, up.double())
+        for mine, best in zip(found, wanted, strict=True):
+            assert (mine.double() - best).abs().max() <= 2 * TOLERANCE * best.abs().max()
+
+
+def test_tensors_that_lie_otherwise(fast: Attend) -> None:
+    args = draw()
+    right(fast(*args), args)
+    for a, b in ((1, 1), (-1, -2), (1, 2)):
+        turned = [x.transpose(a, b).contiguous().transpose(a, b) for x in args]
+        for _ in range(3):
+            right(fast(*turned), turned)
+
+
+def test_a_step_that_cuda_graphs_hold() -> None:
+    fusecomp.reset()
+    torch._dynamo.reset()
+    fast = torch.compile(causal, backend="fusecomp", dynamic=False, options={"mode": "reduce-overhead", "strict": True})
+    for grad in (False, True):
+        for _ in range(5):
+            args = [x.requires_grad_(grad) for x in draw()]
+            torch.compiler.cudagraph_mark_step_begin()
+            with torch.set_grad_enabled(grad):
+                got = fast(*args)
+                right(got.detach(), [x.detach() for x in args])
+                if not grad:
+                    continue
+                up = torch.randn_like(got)
+                found = torch.autograd.grad(got, args, up)
+                exact = [x.detach().double().requires_grad_() for x in args]
+                wanted = torch.autograd.grad(causal(*exact), exact, up.double())
+            for mine, best in zip(found, wanted, strict=True):
+                assert (mine.double() - best).abs().max() <= 2 * TOLERANCE * best.abs().max()

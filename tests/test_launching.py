@@ -14,9 +14,7 @@ from typing import Any, cast
 
 import pytest
 import torch
-import triton
 from torch import Tensor
-from triton.backends.compiler import GPUTarget
 
 from fusecomp.codegen.source import KernelSource
 from fusecomp.running import launching
@@ -44,33 +42,6 @@ def double(x_ptr, y_ptr, x_stride_0, y_stride_0, N, BLOCK: tl.constexpr):
 def launch(out, x, n, block=32, warps=1):
     double[(n // block + 1,)](x, out, x.stride(0), out.stride(0), n, BLOCK=block, num_warps=warps)
 '''
-
-
-@pytest.fixture
-def heard(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """(grid, what was compiled, arguments) of each launch."""
-    calls: list[Any] = []
-
-    class Launcher:
-        def __init__(self, src: Any, metadata: Any) -> None:
-            self.compiled = str((src.signature, src.constants, src.attrs, metadata.num_warps))
-
-        def __call__(self, x: int, y: int, z: int, stream: int, *args: Any) -> None:
-            given = [a.data_ptr() if isinstance(a, Tensor) else a for a in args[5:]]
-            calls.append(((x, y, z), stream, self.compiled, given))
-
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: driver.device)
-    driver = SimpleNamespace(
-        launcher_cls=Launcher, device=0, get_current_device=lambda: driver.device,
-        get_current_stream=lambda device: 70 + device, get_current_target=lambda: GPUTarget("cuda", 90, 32),
-        utils=SimpleNamespace(
-            load_binary=lambda *_: (object(), object(), 32, 0, 1024),
-            get_device_properties=lambda _: {"max_shared_mem": 232448},
-        ),
-    )  # fmt: skip
-    calls.append(driver)
-    monkeypatch.setattr(triton.runtime.driver, "_active", driver)
-    return calls
 
 
 @dataclass(frozen=True)
@@ -150,7 +121,7 @@ def test_kernels_are_compiled_together_and_not_launched(
     assert len(files.quick.double.kernel.device_caches[0][0]) == 3  # a block of 3 does not compile
     other = Thread(target=files.quick.launch, args=(x, x, 32))
     with monkeypatch.context() as m:
-        m.setattr(launching._collected, "wanted", [])
+        m.setattr(launching._thread, "wanted", [])
         other.start()
         other.join()
     assert len(heard[1:]) == 1  # another thread launches meanwhile

@@ -18,13 +18,13 @@ from __future__ import annotations
 import ast
 import os
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from functools import partial, reduce
 from operator import attrgetter, itemgetter, methodcaller, or_
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -36,23 +36,44 @@ MOST = 128
 _pointer, _dtype = methodcaller("data_ptr"), attrgetter("dtype")
 
 
-class _Collected(threading.local):
-    """Of this thread, while its launches are collected: what compiles each kernel."""
+class Launched(NamedTuple):
+    """A launch of a compiled kernel."""
+
+    compiled: Any
+    grid: tuple[int, int, int]
+    args: tuple[Any, ...]
+    """All that the kernel takes, constants too."""
+
+
+class _Thread(threading.local):
+    """Of this thread, while its launches are collected: what compiles each kernel instead of launching it; or each
+    launch, None where Triton made it."""
 
     wanted: list[Callable[[], object]] | None = None
+    launches: list[Launched | None] | None = None
 
 
-_collected = _Collected()
+_thread = _Thread()
+
+
+@contextmanager
+def listening() -> Iterator[list[Launched | None]]:
+    """The launches of this thread."""
+    outer, _thread.launches = _thread.launches, []
+    try:
+        yield _thread.launches
+    finally:
+        _thread.launches = outer
 
 
 def compile_together(calls: Iterable[Callable[[], object]], device: torch.device) -> None:
     """Compile every kernel that the calls launch, and launch none. What does not compile says so when it is run."""
-    wanted = _collected.wanted = []
+    wanted = _thread.wanted = []
     try:
         for call in calls:
             call()
     finally:
-        _collected.wanted = None
+        _thread.wanted = None
     if len(wanted) > 1:
         with ThreadPoolExecutor(min(len(wanted), os.cpu_count() or 1)) as pool:
             list(pool.map(partial(_attempt, device), wanted))
@@ -103,20 +124,26 @@ class Launches:
 
     def launch(self, grid: tuple[int, ...], *args: Any, **options: Any) -> None:
         """Through Triton the first time, then as it was compiled."""
-        if _collected.wanted is not None:
-            _collected.wanted.append(self._compiling(grid, args, options))
+        if _thread.wanted is not None:
+            _thread.wanted.append(self._compiling(grid, args, options))
             return
         tensors = self._pointers(args)
         if reduce(or_, map(_pointer, tensors), 0) % ALIGNED or max(self._lengths(args), default=0) >= WIDE:
+            if _thread.launches is not None:
+                _thread.launches.append(None)
             self.kernel[grid](*args, **options)
             return
         described = [d.base.dtype for d in self._described(args)]
         key = (torch.cuda.current_device(), *map(_dtype, tensors), *described, self._strides(args), *options.items())
-        compiled = self.known.get(key)
+        compiled, made = self.known.get(key), (*grid, 1, 1)[:3]
+        given = (*args, *[options[name] for name in self.constants])
         if compiled is None:
-            self._keep(key, self.kernel[grid](*args, **options))
+            compiled = self.kernel[grid](*args, **options)
+            self._keep(key, compiled)
         else:
-            compiled[(*grid, 1, 1)[:3]](*args, *[options[name] for name in self.constants])
+            compiled[made](*given)
+        if _thread.launches is not None:
+            _thread.launches.append(Launched(compiled, made, given) if key in self.known else None)
 
     def _compiling(self, grid: tuple[int, ...], args: Sequence[Any], options: dict[str, Any]) -> Callable[[], object]:
         """What compiles the kernel of a call and loads it."""
