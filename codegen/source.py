@@ -79,11 +79,10 @@ def _undefined(text: str) -> list[str]:
 
 
 def _unused_parameters(tree: ast.Module) -> list[str]:
-    return [
-        f"{function.name} does not use its parameter {a.arg}"
-        for function in tree.body
-        if isinstance(function, ast.FunctionDef) and function.decorator_list
-        for a in function.args.args
-        if not any(isinstance(n, ast.Name) and n.id == a.arg for n in ast.walk(function))
-    ]
-
+    functions = [f for f in tree.body if isinstance(f, ast.FunctionDef) and f.decorator_list]
+    found = []
+    for function in functions:
+        used = {n.id for n in ast.walk(function) if isinstance(n, ast.Name)}
+        unused = [a.arg for a in function.args.args if a.arg not in used]
+        found += [f"{function.name} does not use its parameter {name}" for name in unused]
+    return found

@@ -131,7 +131,7 @@ class Recording(NamedTuple):
 
 def described(tensor: Tensor, cls: type, fields: dict[str, Any]) -> Any:
     """A descriptor of this tensor, as one that lies alike has."""
-    new = object.__new__(cls)
+    new: Any = object.__new__(cls)
     vars(new).update(fields, base=tensor)
     return new
 
@@ -140,7 +140,7 @@ def described(tensor: Tensor, cls: type, fields: dict[str, Any]) -> Any:
 # Recording
 
 
-class Watch(TorchDispatchMode):
+class Watch(TorchDispatchMode):  # type: ignore[misc]
     """The tensors that a call makes, and whether it does anything else to tensors."""
 
     def __init__(self, launches: Sequence[Launched | None]) -> None:
