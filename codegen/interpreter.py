@@ -16,6 +16,26 @@ def teach() -> None:
     teach_products()
     teach_rounding()
     teach_overlap()
+    teach_calls()
+
+
+def teach_calls() -> None:
+    """Let what a kernel calls find the language as the kernel's launch prepared it: the interpreter prepares it anew at
+    each call, `tl.sum` and `tl.cdiv` included, in a quarter of its time."""
+    import triton.language as tl
+    from triton.runtime import interpreter
+
+    original = interpreter._patch_lang
+    if getattr(original, "once", False) or not hasattr(interpreter, "_LangPatchScope"):
+        return
+
+    def patch_lang(fn: Any) -> Any:
+        langs = [m for m in (tl, tl.core) if any(value is m for value in fn.__globals__.values())]
+        prepared = langs and not any(tl.core.is_builtin(m.load) for m in langs)
+        return interpreter._LangPatchScope() if prepared else original(fn)
+
+    patch_lang.once = True  # type: ignore[attr-defined]
+    interpreter._patch_lang = patch_lang
 
 
 def teach_overlap() -> None:

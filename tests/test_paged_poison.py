@@ -146,13 +146,6 @@ FUSING = [
 ]
 
 
-@pytest.fixture(scope="module")
-def interpreter() -> Iterator[Interpreter]:
-    process = Interpreter()
-    yield process
-    process.close()
-
-
 def kernel(
     interpreter: Interpreter, region: AttentionRegion, skeleton: str, tensors: list[Tensor], sizes: dict[str, int]
 ) -> Tensor:
