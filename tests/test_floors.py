@@ -56,6 +56,11 @@ def sources() -> dict[str, Path]:
     return found
 
 
+@cache
+def tree(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
+
+
 def python_files() -> list[Path]:
     return sorted({*sources().values(), *(ROOT / "tests").rglob("*.py"), *(ROOT / "examples").rglob("*.py")})
 
@@ -86,15 +91,15 @@ def relative(path: Path) -> str:
 def test_imports_point_down(module: str) -> None:
     own = floor(module)
     assert own is not None, f"{module} has no floor: add it to the table"
-    for other in imports(ast.walk(ast.parse(sources()[module].read_text()))):
+    for other in imports(ast.walk(tree(sources()[module]))):
         below = floor(other)
         assert below is not None, f"{module} imports {other}, which has no floor"
         assert below <= own, f"{module} (floor {own}) imports {other} (floor {below})"
 
 
 def test_no_import_cycles() -> None:
-    trees = {m: ast.parse(path.read_text()) for m, path in sources().items() if m != "fusecomp"}
-    edges = [(m, other) for m, tree in trees.items() for other in imports(iter(tree.body))]
+    modules = {m: tree(path) for m, path in sources().items() if m != "fusecomp"}
+    edges = [(m, other) for m, module in modules.items() for other in imports(iter(module.body))]
     assert list(nx.simple_cycles(nx.DiGraph(edges))) == []
 
 
@@ -107,8 +112,7 @@ def test_files_are_short(path: Path) -> None:
 
 
 def test_functions_are_short() -> None:
-    trees = [ast.parse(path.read_text()) for path in sources().values()]
-    functions = [n for tree in trees for n in ast.walk(tree) if isinstance(n, ast.FunctionDef)]
+    functions = [n for path in sources().values() for n in ast.walk(tree(path)) if isinstance(n, ast.FunctionDef)]
     lengths = [(n.end_lineno or n.lineno) - n.lineno + 1 for n in functions]
     assert statistics.median(lengths) <= 12
 
