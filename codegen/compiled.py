@@ -70,7 +70,7 @@ def cross_compile(source: KernelSource, arch: Arch, kernel: str = "attention") -
             signature = _described(source, signature, kernel)
         begin = time.perf_counter()
         try:
-            ast = _language(plan)(function, signature, constants, attributes)
+            ast = _language(function)(function, signature, constants, attributes)
             made = triton.compile(ast, target=target, options=options)
         except Exception as error:
             raise KernelError(f"{source.name} does not compile for {arch}: {error}") from error
@@ -80,9 +80,9 @@ def cross_compile(source: KernelSource, arch: Arch, kernel: str = "attention") -
     return CompiledInfo(str(ptx), int(made.metadata.shared), registers, spills, seconds)
 
 
-def _language(plan: TilePlan) -> Any:
+def _language(function: Any) -> Any:
     """What reads a kernel: Gluon's front end or Triton's."""
-    if plan.consumers:
+    if function.is_gluon():
         from triton.experimental.gluon._runtime import GluonASTSource
 
         return GluonASTSource

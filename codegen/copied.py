@@ -45,7 +45,7 @@ def buffers(region: AttentionRegion, plan: TilePlan) -> int:
     2 B (rows (D + min(D, COLUMNS)) + 2 stages keys D) + buffers loads 2 B rows keys  <=  MEMORY
     """
     loads, d = len(copied(region)), region.head_size
-    if not plan.consumers or not loads:
+    if not plan.consumers or not loads or plan.visits == "table":
         return 0
     held = 2 * (plan.block_m * (d + min(d, COLUMNS)) + 2 * plan.stages * plan.block_n * d)
     barriers = BARRIERS - 2 * (plan.stages + plan.consumers)

@@ -22,7 +22,8 @@ NAMES = frozenset({
     "gl", "gluon", "tma", "mbarrier", "tile", "turn", "done", "last", "blocks", "block", "group", "count", "slot",
     "section", "weights", "counter", "written", "barrier", "copied", "sums", "o", "produce", "consume", "described",
     "inside", "instruction", "left", "right", "known", "given", "consumed", "produced", "above", "below",
-    "tanh", "head", "hand", "handed", "q_line", "slope_n", "shift", "pairs_ready",
+    "tanh", "head", "hand", "handed", "key_of", "tail", "masked", "listed", "all_tiles", "q_line", "slope_n", "shift",
+    "pairs_ready",
 })  # fmt: skip
 """What the skeletons call their own variables."""
 GROUP_ROWS = 64
@@ -81,7 +82,7 @@ def _looks_up(index: Sequence[Expr]) -> bool:
 
 def specialised(region: AttentionRegion, plan: TilePlan) -> TilePlan:
     """The plan with this kernel's own tile, whose cost nothing predicts yet."""
-    size, n = extent(region.dv), groups(region)
+    size, n = extent(region.dv), 2 if plan.visits == "table" else groups(region)
     tile = replace(plan, block_m=n * GROUP_ROWS, block_n=KEYS[size], warps=4, stages=STAGES[size], pack=1)
     return replace(tile, loads="descriptor", consumers=n, cost=None, rejected=())
 

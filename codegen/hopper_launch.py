@@ -40,15 +40,15 @@ def launch(frame: Frame, params: list[str], saves_lse: bool) -> Lines:
     schedule = [f"num_warps={frame.plan.warps}", f"maxnreg={REGISTERS[frame.plan.consumers][0]}"]
     given = wrapped([*arguments(params, ranks_of(frame)), *schedule], 8)
     return [
-        *unpacked(region),
+        *unpacked(region, ["tiles"] if frame.tabled else []),
         *no_keys(frame, saves_lse),
         f"{', '.join(names)} = {', '.join(f'in_rows({name})' for name in names)}",
         "written = in_rows(out)",
         *described,
-        f"tiles = {outer} * {rounded_up(m, 'BLOCK_M.value')}",
+        f"all_tiles = {outer} * {rounded_up(m, 'BLOCK_M.value')}",
         f"section = {section}",
         "counter = torch.zeros(1, dtype=torch.int32, device=out.device)",
-        "programs = min(tiles, torch.cuda.get_device_properties(out.device).multi_processor_count)",
+        "programs = min(all_tiles, torch.cuda.get_device_properties(out.device).multi_processor_count)",
         "attention[(programs,)](",
         *("    " + line for line in given),
         ")",

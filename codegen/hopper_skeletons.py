@@ -41,12 +41,12 @@ def known(row_max):
 
 
 @gluon.jit
-def place_of(tile, tiles, section«length»):
+def place_of(tile, all_tiles, section«length»):
     """(first query, which head) of a tile: section by section of the heads, whose K and V then stay in L2, and in each
     the tiles with most keys first."""
     q_tiles = gl.cdiv(«m», BLOCK_M)
     first = tile // (section * q_tiles) * section
-    turns = gl.minimum(section, tiles // q_tiles - first)
+    turns = gl.minimum(section, all_tiles // q_tiles - first)
     inside = tile - first * q_tiles
     return (q_tiles - 1 - inside // turns) * BLOCK_M, first + inside % turns
 
@@ -68,15 +68,14 @@ def produce(given):
     """One warp: hands out tiles of queries, and copies Q, K and V ahead of those who multiply them."""
     «given» = given
     tile = gl.program_id(0)
-    q_start, head = place_of(tile, tiles, section«length»)
+    q_start, head = place_of(tile, all_tiles, section«length»)
     turn = 0
     done = 0  # tiles of keys, of all tiles of queries before
-    while tile < tiles:
+    while tile < all_tiles:
         next_tile = gl.atomic_add(counter_ptr, 1) + gl.num_programs(0)
         «program»
         «fixed»
-        «key_range»
-        «last»
+        «counted»
         for group in gl.static_range(GROUPS):
             if turn > 0:
                 barrier("sync", Q_FREE + group, 160)
@@ -88,7 +87,7 @@ def produce(given):
             if block < blocks:
                 count = done + block
                 slot = count % STAGES
-                k_start = last - block * BLOCK_N
+                k_start = «k_start»
                 if count >= STAGES:
                     barrier("sync", K_FREE + slot, THREADS)
                 mbarrier.expect(k_ready.index(slot), «k_bytes»)
@@ -98,7 +97,7 @@ def produce(given):
             if block > 0:
                 count = done + block - 1
                 slot = count % STAGES
-                k_start = last - (block - 1) * BLOCK_N
+                k_start = «v_start»
                 if count >= STAGES:
                     barrier("sync", V_FREE + slot, THREADS)
                 mbarrier.expect(v_ready.index(slot), «k_bytes»)
@@ -109,7 +108,7 @@ def produce(given):
         done += blocks
         mbarrier.wait(next_taken.index(turn & 1), ((turn >> 1) & 1) ^ 1)
         tile = next_tile
-        q_start, head = place_of(tile, tiles, section«length»)
+        q_start, head = place_of(tile, all_tiles, section«length»)
         hand(next_smem, (turn & 1) * 3, tile)
         hand(next_smem, (turn & 1) * 3 + 1, q_start)
         hand(next_smem, (turn & 1) * 3 + 2, head)
@@ -128,25 +127,22 @@ def consume(given, group: gl.constexpr):
     n_pos = n[None, :].to(gl.float32)
     row = group * 64 + gl.arange(0, 64, layout=ROWS)[:, None]
     tile = gl.program_id(0)
-    q_start, head = place_of(tile, tiles, section«length»)
+    q_start, head = place_of(tile, all_tiles, section«length»)
     turn = 0
     done = 0
-    while tile < tiles:
+    while tile < all_tiles:
         «program»
         «rows»
         «fixed»
         «pointers»
-        «key_range»
-        «last»
-        «full_range»
-        «above»
-        «below»
+        «counted»
+        «parts»
 
         mbarrier.wait(q_ready.index(group), turn & 1)
         «query»
 
         # The last keys: nothing to add to yet
-        k_start = last
+        k_start = «first_start»
         count = done
         copied(k_ready, count, STAGES)
         k_tile = k_smem.index(count % STAGES).permute((1, 0))
@@ -201,7 +197,7 @@ tma.async_copy_shared_to_global(out_desc, «o_at», o_smem.index(group)._reinter
 '''
 
 STEP = '''\
-k_start = last - block * BLOCK_N
+k_start = «k_start»
 count = done + block
 copied(k_ready, count, STAGES)
 barrier("sync", MULTIPLY + group, 256)

@@ -13,6 +13,7 @@ from fusecomp.codegen.copied import COLUMNS
 from fusecomp.codegen.frame import Frame
 from fusecomp.codegen.hopper import GROUP_ROWS, REGISTERS, blocks, expresses, holds_q
 from fusecomp.codegen.hopper_functions import BARRIERS, IMPORTS, TANH
+from fusecomp.codegen.hopper_keys import KEY_OF, walk
 from fusecomp.codegen.hopper_launch import LAUNCH_HELPERS, launch
 from fusecomp.codegen.hopper_skeletons import (
     ATTENTION,
@@ -29,24 +30,24 @@ from fusecomp.codegen.launcher import parameters, unspecialised, wrapped
 from fusecomp.codegen.logsumexp import store_lse
 from fusecomp.codegen.memory import element_pointers, fixed_loads, output_index
 from fusecomp.codegen.printer import FLOAT_MAX, literal, triton_dtype, triton_text
-from fusecomp.codegen.program import ROW_INDICES, decoded, full_range, key_range, sink_text
+from fusecomp.codegen.program import ROW_INDICES, decoded, sink_text
 from fusecomp.codegen.skeletons import fill
 from fusecomp.codegen.slope import Slope, sloped
 from fusecomp.codegen.source import names_read, tidy
-from fusecomp.codegen.tile import scored
+from fusecomp.codegen.table import table_kernels
+from fusecomp.codegen.tile import of_full, scored, tests_of_edge
 from fusecomp.errors import KernelError
 from fusecomp.ir.algebra import apply
 from fusecomp.ir.expr import Const, Expr, Load, Var, parts
-from fusecomp.ir.poly import poly
 from fusecomp.ir.region import extent
 
 Lines = list[str]
 Holes = dict[str, str | Lines]
 FIRST_BARRIER = 4
-SHARED = ["next_smem", "q_ready", "k_ready", "v_ready", "next_ready", "next_taken", "tiles", "section"]
+SHARED = ["next_smem", "q_ready", "k_ready", "v_ready", "next_ready", "next_taken", "all_tiles", "section"]
 PRODUCER = ["q_desc", "k_desc", "v_desc", "q_smem", "k_smem", "v_smem", *SHARED, "counter_ptr"]
 CONSUMER = ["out_desc", "q_smem", "k_smem", "v_smem", "o_smem", *SHARED]
-TAKEN = ["q_desc", "k_desc", "v_desc", "out_desc", "counter_ptr", "tiles", "section"]
+TAKEN = ["q_desc", "k_desc", "v_desc", "out_desc", "counter_ptr", "all_tiles", "section"]
 """What the warps that copy, those that multiply, and the kernel are given whatever the region."""
 
 
@@ -57,16 +58,17 @@ def hopper(frame: Frame, saves_lse: bool = False) -> tuple[str, list[str]]:
     length = "".join(f", {p}" for p in _sizes_of(frame))
     wide = ".to(tl.int64)" if frame.element.hoisted or frame.element.tiles else ""
     shared: Holes = {"length": length, "program": [f"outer = head{wide}", *decoded(frame)], "fixed": fixed_loads(frame),
-              "key_range": key_range(frame), "last": _last(frame)}  # fmt: skip
+              "counted": walk(frame).counted}  # fmt: skip
     more = [*pairs.memory(frame), *(["pairs_ready"] if frame.copied else [])]
     descs = [f"{x.tensor}_desc" for _, x in frame.copied]
     produce, produced = _function(frame, PRODUCE, [*PRODUCER, *descs, *more], {**shared, **_copies(frame)})
     consume, consumed = _function(frame, CONSUME, [*CONSUMER, *more], {**shared, **_consumer(frame, saves_lse)})
     helpers = fill(HELPERS, {"length": length, "m": triton_text(frame.q_idx.size, frame.names)})
     attention, params = _attention(frame, produced, consumed)
-    functions = [TANH] if "tanh" in names_read(consume) else []
+    functions = [*([TANH] if "tanh" in names_read(consume) else []), *([KEY_OF] if frame.tabled else [])]
     texts = [BARRIERS, helpers, *functions, produce, consume, attention, LAUNCH_HELPERS]
-    return in_gluon("\n\n\n".join(t.strip() for t in texts)), launch(frame, params, saves_lse)
+    tables = table_kernels(frame) if frame.tabled else []
+    return "\n\n\n".join([*(in_gluon(t.strip()) for t in texts), *tables]), launch(frame, params, saves_lse)
 
 
 def in_gluon(text: str) -> str:
@@ -88,7 +90,8 @@ def header(frame: Frame) -> tuple[str, Lines]:
         "names": ", ".join(names),
         "barriers": ", ".join(f"gl.constexpr({n})" for _, n in zip(names, numbers, strict=False)),
     }
-    return IMPORTS, fill(LAYOUTS, holes).splitlines()
+    tables = "import triton\nimport triton.language as tl\n" if frame.tabled else ""
+    return tables + IMPORTS, fill(LAYOUTS, holes).splitlines()
 
 
 def _sizes_of(frame: Frame) -> list[str]:
@@ -127,6 +130,7 @@ def _copies(frame: Frame) -> Holes:
     ):
         found[f"{name}_at"] = block_at(frame, a.index, row, start)
         found[f"{name}_block"] = _reinterpreted(frame, name)
+    found["k_start"], found["v_start"] = (walk(frame).begin(block) for block in ("block", "(block - 1)"))
     found["copy_pairs"] = pairs.copies(frame, lambda x: _pair_at(frame, x))
     return found
 
@@ -142,46 +146,37 @@ def _reinterpreted(frame: Frame, name: str) -> str:
     return f"{name}_desc.dtype, {blocks(frame)[name]}, {name}_desc.layout"
 
 
-def _last(frame: Frame) -> Lines:
-    """The first key of the last tile, and how many tiles there are: at least one."""
-    span = "last" if frame.k_begin == "0" else f"(last - {frame.k_begin})"
-    return [
-        f"last = tl.maximum({frame.k_end} - 1, {frame.k_begin}) // BLOCK_N * BLOCK_N",
-        f"blocks = {span} // BLOCK_N + 1",
-    ]
-
-
 def _consumer(frame: Frame, saves_lse: bool) -> Holes:
     """What four warps do with a tile."""
     size, e, dtype = extent(frame.region.dv), frame.exponent, triton_dtype(frame.region.out_dtype)
     factor = f" * {frame.factor(e)}" if e.scale != 1.0 else ""
-    slope = sloped(e, frame.q_idx, frame.kv_idx, frame.moving)
+    slope = None if frame.tabled else sloped(e, frame.q_idx, frame.kv_idx, frame.moving)
     e = replace(e, score=slope.score) if slope else e
     shift = _shift(frame, slope)
     top = "(row_max - shift)" if slope else "row_max"
-    edge = [*scored(frame, e, frame.reach.tested, edge=True), *shift]
+    edge = [*scored(frame, e, tests_of_edge(frame), edge=True), *shift]
+    plain, loose = of_full(frame, e)
     shared: Holes = {"to_max": " + shift" if slope else factor, "dtype": dtype, "pairs": pairs.read(frame),
               "weights": e.exp(f"score{factor} - {top}[:, None]"),
               "rescale": e.exp("row_max - new_max")}  # fmt: skip
-    edge_step = fill(STEP, {**shared, "score": edge})
-    full_step = fill(STEP, {**shared, "score": [*scored(frame, e, frame.reach.loose, edge=False), *shift]})
-    held, window = HELD.splitlines() if holds_q(frame.plan, size) else [], frame.k_begin != "0"
-    cut = not _cuts_one_tile(frame)
-    above = "gl.maximum((last - full_end) // BLOCK_N + 1, 1)  # tiles at the end that need their mask"
-    begin = f"gl.maximum((last - full_begin) // BLOCK_N + 1, {'above' if cut else '1'})"
+    keys = walk(frame)
+    edge_step = fill(STEP, {**shared, "k_start": keys.begin("block"), "score": edge})
+    full_score = [*scored(frame, plain, loose, edge=False), *shift]
+    full_step = fill(STEP, {**shared, "k_start": keys.full_begin, "score": full_score})
+    held = HELD.splitlines() if holds_q(frame.plan, size) else []
+    above, below = keys.full
     return {
         "rows": _rows(frame),
         "pairs": shared["pairs"],
         "query": held or ["q_tile = q_smem.index(group)"],
         "query_read": [] if held else ['barrier("arrive", Q_FREE + group, 160)'],
         "pointers": [*element_pointers(frame), *_rising(frame, slope)],
-        "full_range": full_range(frame),
-        "above": [f"above = {above}"] if cut else [],
-        "below": [f"below = {begin}  # the others at the beginning"] if window else [],
-        "above_loop": _loop("for block in range(1, above):", edge_step) if cut else [],
-        "below_loop": _loop("for block in range(below, blocks):", edge_step) if window else [],
-        "full_begin": "above" if cut else "1",
-        "full_end": "below" if window else "blocks",
+        "parts": keys.parts,
+        "first_start": keys.begin("0"),
+        "above_loop": _loop("for block in range(1, above):", edge_step) if above == "above" else [],
+        "below_loop": _loop("for block in range(below, blocks):", edge_step) if below == "below" else [],
+        "full_begin": above,
+        "full_end": below,
         "edge_score": edge,
         "full_step": full_step.splitlines(),
         "first_max": f"gl.maximum(gl.max(score, axis=1){shared['to_max']}, {_least(frame)})",
@@ -222,15 +217,6 @@ def _store(frame: Frame) -> Lines:
     return lines
 
 
-def _cuts_one_tile(frame: Frame) -> bool:
-    """Whether no more than the last tile of keys needs its mask at the end: kv_idx <= q_idx + c, c whole tiles."""
-    sloped = [poly(apply("sub", x.edge, frame.q_idx)) for x in frame.reach.upper if x.slope]
-    square = frame.plan.block_m == frame.plan.block_n or not sloped
-    return square and all(x.slope in (0, 1) for x in frame.reach.upper) and all(
-        set(rest) <= {()} and (int(rest.get((), 0)) - 1) % frame.plan.block_n == 0 for rest in sloped
-    )
-
-
 def _loop(head: str, step: str) -> Lines:
     return [head, *("    " + line for line in step.splitlines()), ""]
 
@@ -266,7 +252,7 @@ def _attention(frame: Frame, produced: list[str], consumed: list[str]) -> tuple[
     """(the kernel, what it takes)."""
     described = [f"{x.tensor}_desc" for _, x in frame.copied]
     params = [*TAKEN, *described, *parameters(frame, {*produced, *consumed})]
-    sizes = "[" + ", ".join(f'"{p}"' for p in ("tiles", "section", *unspecialised(frame, params))) + "]"
+    sizes = "[" + ", ".join(f'"{p}"' for p in ("all_tiles", "section", *unspecialised(frame, params))) + "]"
     size, groups = extent(frame.region.dv), frame.plan.consumers
     _, multiplies, copies = REGISTERS[groups]
     holes: Holes = {

@@ -31,12 +31,17 @@ def indented(lines: Sequence[str], by: int = 4) -> Lines:
 def full_tile(frame: Frame) -> Lines:
     """A tile whose every key is inside the bounds: only the loose terms of the mask are tested. One that the table
     calls full needs no mask at all."""
-    e = frame.exponent
+    e, tests = of_full(frame, frame.exponent)
+    pivot = any(map(may_be_minus_inf, parts(e.score))) if frame.tabled else frame.needs_pivot
+    return visit(frame, e, tests, edge=False, pivot=pivot)
+
+
+def of_full(frame: Frame, e: Exponent) -> tuple[Exponent, Sequence[Expr]]:
+    """(S of such a tile, its tests)."""
     if not frame.tabled:
-        return visit(frame, e, frame.reach.loose, edge=False, pivot=frame.needs_pivot)
+        return e, frame.reach.loose
     plain = frame.packed(cheaper(merged(unmasked(frame.region), frame.summed)))
-    e = replace(e, score=plain) if e.natural else e
-    return visit(frame, e, [], edge=False, pivot=any(map(may_be_minus_inf, parts(e.score))))
+    return replace(e, score=plain) if e.natural else e, ()
 
 
 def masked_tile(frame: Frame) -> Lines:
@@ -46,8 +51,12 @@ def masked_tile(frame: Frame) -> Lines:
 
 def edge_tile(frame: Frame) -> Lines:
     """A tile that a bound, or the end of the keys, cuts."""
-    tests = _kept(frame) if frame.tabled else frame.reach.tested
-    return visit(frame, frame.exponent, tests, edge=True, pivot=frame.needs_pivot)
+    return visit(frame, frame.exponent, tests_of_edge(frame), edge=True, pivot=frame.needs_pivot)
+
+
+def tests_of_edge(frame: Frame) -> Sequence[Expr]:
+    """What such a tile tests besides the end of the keys."""
+    return _kept(frame) if frame.tabled else frame.reach.tested
 
 
 def _kept(frame: Frame) -> list[Expr]:

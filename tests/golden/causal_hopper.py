@@ -83,12 +83,12 @@ def known(row_max):
 
 
 @gluon.jit
-def place_of(tile, tiles, section, M):
+def place_of(tile, all_tiles, section, M):
     """(first query, which head) of a tile: section by section of the heads, whose K and V then stay in L2, and in each
     the tiles with most keys first."""
     q_tiles = gl.cdiv(M, BLOCK_M)
     first = tile // (section * q_tiles) * section
-    turns = gl.minimum(section, tiles // q_tiles - first)
+    turns = gl.minimum(section, all_tiles // q_tiles - first)
     inside = tile - first * q_tiles
     return (q_tiles - 1 - inside // turns) * BLOCK_M, first + inside % turns
 
@@ -109,13 +109,13 @@ def produce(given):
     """One warp: hands out tiles of queries, and copies Q, K and V ahead of those who multiply them."""
     (
         q_desc, k_desc, v_desc, q_smem, k_smem, v_smem, next_smem, q_ready, k_ready, v_ready,
-        next_ready, next_taken, tiles, section, counter_ptr, H, M, N,
+        next_ready, next_taken, all_tiles, section, counter_ptr, H, M, N,
     ) = given
     tile = gl.program_id(0)
-    q_start, head = place_of(tile, tiles, section, M)
+    q_start, head = place_of(tile, all_tiles, section, M)
     turn = 0
     done = 0  # tiles of keys, of all tiles of queries before
-    while tile < tiles:
+    while tile < all_tiles:
         next_tile = gl.atomic_add(counter_ptr, 1) + gl.num_programs(0)
         outer = head
         h = outer % H
@@ -164,7 +164,7 @@ def produce(given):
         done += blocks
         mbarrier.wait(next_taken.index(turn & 1), ((turn >> 1) & 1) ^ 1)
         tile = next_tile
-        q_start, head = place_of(tile, tiles, section, M)
+        q_start, head = place_of(tile, all_tiles, section, M)
         hand(next_smem, (turn & 1) * 3, tile)
         hand(next_smem, (turn & 1) * 3 + 1, q_start)
         hand(next_smem, (turn & 1) * 3 + 2, head)
@@ -177,17 +177,17 @@ def consume(given, group: gl.constexpr):
     """Four warps, 64 rows of each tile of queries."""
     (
         out_desc, q_smem, k_smem, v_smem, o_smem, next_smem, q_ready, k_ready, v_ready, next_ready,
-        next_taken, tiles, section, H, M, N,
+        next_taken, all_tiles, section, H, M, N,
     ) = given
     if group == GROUPS - 1:
         barrier("arrive", MULTIPLY, 256)
     n = gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, SCORES))
     row = group * 64 + gl.arange(0, 64, layout=ROWS)[:, None]
     tile = gl.program_id(0)
-    q_start, head = place_of(tile, tiles, section, M)
+    q_start, head = place_of(tile, all_tiles, section, M)
     turn = 0
     done = 0
-    while tile < tiles:
+    while tile < all_tiles:
         outer = head
         h = outer % H
         b = outer // H
@@ -285,9 +285,9 @@ def consume(given, group: gl.constexpr):
     tma.store_wait(0)
 
 
-@gluon.jit(do_not_specialize=["tiles", "section", "H", "M", "N"])
+@gluon.jit(do_not_specialize=["all_tiles", "section", "H", "M", "N"])
 def attention(
-    q_desc, k_desc, v_desc, out_desc, counter_ptr, tiles, section, H, M, N,
+    q_desc, k_desc, v_desc, out_desc, counter_ptr, all_tiles, section, H, M, N,
 ):
     q_smem = gl.allocate_shared_memory(gl.bfloat16, [GROUPS, 64, 128], SHARED)
     k_smem = gl.allocate_shared_memory(gl.bfloat16, [STAGES, BLOCK_N, 128], SHARED)
@@ -309,11 +309,11 @@ def attention(
         mbarrier.init(v_ready.index(i), count=1)
     consumed = (
         out_desc, q_smem, k_smem, v_smem, o_smem, next_smem, q_ready, k_ready, v_ready, next_ready,
-        next_taken, tiles, section, H, M, N,
+        next_taken, all_tiles, section, H, M, N,
     )
     produced = (
         q_desc, k_desc, v_desc, q_smem, k_smem, v_smem, next_smem, q_ready, k_ready, v_ready,
-        next_ready, next_taken, tiles, section, counter_ptr, H, M, N,
+        next_ready, next_taken, all_tiles, section, counter_ptr, H, M, N,
     )
     gl.warp_specialize(
         [(consume, (consumed, 0)), (consume, (consumed, 1)), (produce, (produced,))],
@@ -350,12 +350,12 @@ def launch(out, tensors, sizes):
     k_desc = described(k, [1, 1, 128, 128], N)
     v_desc = described(v, [1, 1, 128, 128], N)
     out_desc = described(written, [1, 1, 64, 128], M)
-    tiles = B * H * -(-M // BLOCK_M.value)
+    all_tiles = B * H * -(-M // BLOCK_M.value)
     section = max(1, min(B * H, K_TURN.value // max(N, 1)))
     counter = torch.zeros(1, dtype=torch.int32, device=out.device)
-    programs = min(tiles, torch.cuda.get_device_properties(out.device).multi_processor_count)
+    programs = min(all_tiles, torch.cuda.get_device_properties(out.device).multi_processor_count)
     attention[(programs,)](
-        q_desc, k_desc, v_desc, out_desc, counter, tiles, section, H, M, N, num_warps=4,
+        q_desc, k_desc, v_desc, out_desc, counter, all_tiles, section, H, M, N, num_warps=4,
         maxnreg=168,
     )
     if written is not out:
