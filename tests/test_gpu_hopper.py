@@ -18,6 +18,7 @@ import fusecomp
 from fusecomp.backend import explain
 from fusecomp.codegen.emit import emit
 from fusecomp.codegen.hopper import specialised
+from fusecomp.planning import visits
 from fusecomp.running import hopper
 from fusecomp.running.cache import directory
 from fusecomp.running.loader import load
@@ -91,6 +92,7 @@ def always(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hopper, "LEAST_SECONDS", 0.0)
     monkeypatch.setattr(hopper, "LEAST_TILES", 0)
     monkeypatch.setattr(hopper, "LEAST_BUFFERS", 1)
+    monkeypatch.setattr(visits, "SHARE", float("inf"))
     torch._dynamo.reset()
     fusecomp.reset()
 
@@ -99,11 +101,12 @@ def off(x: Tensor, exact: Tensor) -> float:
     return float((x.double() - exact).abs().max() / exact.abs().max())
 
 
-def compared(fn: Callable[..., Tensor], args: list[Tensor]) -> None:
+def compared(fn: Callable[..., Tensor], args: list[Tensor], visits: str = "bounds") -> None:
     with torch.no_grad():
         [entry] = explain(fn, *args, options=OPTIONS).entries
         assert entry.plan is not None
         assert entry.plan.consumers in (2, 3), entry
+        assert entry.plan.visits == visits, entry
         got = torch.compile(fn, backend="fusecomp", options=OPTIONS)(*args)
         exact, eager = fn(*(x.double() for x in args)), fn(*args)
     assert off(got, exact) <= max(4 * off(eager, exact), FLOOR[args[0].dtype])
@@ -251,3 +254,22 @@ def test_gradients_of_a_bias() -> None:
     double = [x.detach().double().requires_grad_() for x in args]
     for a, e in zip(found, torch.autograd.grad(biased(*double), double, up.double()), strict=True):
         assert off(a, e) <= 2 * FLOOR[torch.bfloat16]
+
+
+def packed(q: Tensor, k: Tensor, v: Tensor, labels: Tensor) -> Tensor:
+    i, j = places(q, k)
+    return attend(scores(q, k), q, v, (labels[:, None, :, None] == labels[:, None, None, :]) & (j <= i))
+
+
+def padded(q: Tensor, k: Tensor, v: Tensor, seen: Tensor) -> Tensor:
+    return attend(scores(q, k), q, v, seen[:, None, None, :] > 0)
+
+
+@pytest.mark.parametrize(("size", "n"), [(64, 613), (64, 640), (64, 100), (128, 1400), (256, 613)])
+@pytest.mark.parametrize("fn", [packed, padded], ids=lambda f: f.__name__)
+def test_tiles_by_a_table(fn: Callable[..., Tensor], size: int, n: int) -> None:
+    """Masks that only the run knows: which tiles of keys are visited, and which need no mask, is looked up."""
+    ends = torch.tensor([[n // 3], [n - 3]])
+    marks = torch.stack([(torch.arange(n) // 50), torch.arange(n) // 400]) if fn is packed else torch.arange(n) < ends
+    args = [torch.randn(2, 4, n, size, device="cuda", dtype=torch.bfloat16) for _ in range(3)]
+    compared(fn, [*args, marks.to("cuda", torch.int32)], visits="table")

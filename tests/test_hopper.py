@@ -17,14 +17,16 @@ from kernels import tiles
 from regions import H, M, N, age, attention, b, causal, dropout, filled, grouped, h, kv_idx, load, q_idx, score, times
 
 from fusecomp.codegen.compiled import cross_compile
-from fusecomp.codegen.copied import copied
+from fusecomp.codegen.copied import copied, pair_loads
 from fusecomp.codegen.emit import emit
 from fusecomp.codegen.hopper import expresses, specialised
 from fusecomp.errors import KernelError
+from fusecomp.ir import data
 from fusecomp.ir.algebra import apply
 from fusecomp.ir.expr import Const, Expr, Size
 from fusecomp.ir.region import AttentionRegion
 from fusecomp.planning.device import find
+from fusecomp.planning.tile import TilePlan
 from fusecomp.running import hopper
 from fusecomp.running.hopper import available, pays
 from fusecomp.show import _made
@@ -86,6 +88,11 @@ def test_what_it_does_not(region: AttentionRegion) -> None:
         emit(region, replace(tiles(region), consumers=2))
 
 
+def planned(region: AttentionRegion) -> TilePlan:
+    """By a table where the mask is data of rows and of keys."""
+    return replace(tiles(region), visits="table" if data.unknown(region) and not pair_loads(region) else "bounds")
+
+
 written_in = pytest.mark.skipif(not available(), reason="the installed Triton has another Gluon, which is not used")
 
 
@@ -94,12 +101,12 @@ written_in = pytest.mark.skipif(not available(), reason="the installed Triton ha
     ("name", "saves_lse"),
     [
         ("causal", False), ("causal", True), ("window, soft cap", True), ("large heads", True), ("three groups", False),
-        ("bias", True), ("bias, D128", False), ("alibi", False),
+        ("bias", True), ("bias, D128", False), ("alibi", False), ("documents", True),
     ],
 )
 def test_it_compiles(name: str, saves_lse: bool) -> None:
     region = EXPRESSED[name]
-    info = cross_compile(emit(region, specialised(region, tiles(region)), saves_lse), 90)
+    info = cross_compile(emit(region, specialised(region, planned(region)), saves_lse), 90)
     assert "wgmma.mma_async" in info.ptx
     assert "setmaxnreg" in info.ptx
     assert 0 < info.shared <= 232_448
@@ -112,7 +119,19 @@ def test_it_compiles(name: str, saves_lse: bool) -> None:
 @pytest.mark.parametrize("saves_lse", [False, True])
 def test_all_of_it_compiles(name: str, saves_lse: bool) -> None:
     region = EXPRESSED[name]
-    assert cross_compile(emit(region, specialised(region, tiles(region)), saves_lse), 90).shared <= 232_448
+    for made in (planned(region), tiles(region)):
+        assert cross_compile(emit(region, specialised(region, made), saves_lse), 90).shared <= 232_448
+
+
+def test_tiles_by_a_table() -> None:
+    """Those that the mask cuts by number, of which the first is visited apart, then the run of full ones."""
+    region = EXPRESSED["documents"]
+    text = emit(region, specialised(region, planned(region))).text
+    assert "k_start = key_of(0, tail, masked, full_begin, tiles, k_tiles)" in text
+    assert text.index("for block in range(1, above):") < text.index("for block in range(above, blocks):")
+    full = text[text.index("for block in range(above, blocks):"):]
+    assert "load0_tile" not in full[: full.index("done += blocks")]
+    assert pays(region, LONG, find("h200")) == available()
 
 
 def test_only_the_first_tile_of_a_causal_row_needs_its_mask() -> None:

@@ -63,7 +63,7 @@ def pays(region: AttentionRegion, sizes: Mapping[str, int], device: Device) -> b
     if device.arch != "sm_90" or not available() or not hopper.expresses(region):
         return False
     tiles = plan(region, sizes, device)
-    if tiles.skeleton != "prefill" or tiles.visits != "bounds" or tiles.cost is None:
+    if tiles.skeleton != "prefill" or tiles.cost is None:
         return False
     own = hopper.specialised(region, tiles)
     frame, pairs = Frame(region, own), pair_loads(region)
