@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from fusecomp.codegen.frame import Frame
 from fusecomp.codegen.hopper import REGISTERS, blocks
+from fusecomp.codegen.hopper_pairs import shared_axes
 from fusecomp.codegen.launcher import arguments, no_keys, outer_sizes, ranks_of, rounded_up, unpacked, wrapped
 from fusecomp.codegen.printer import triton_text
+from fusecomp.codegen.program import factor
 
 Lines = list[str]
+PAIR_TURN = 8
+"""Heads: with 132 programs and D 64 to 128, K and V and pairs together are read least with 8 to 11."""
 
 LAUNCH_HELPERS = '''\
 def in_rows(x):
@@ -26,6 +30,13 @@ def described(x, block, rows):
 '''
 
 
+def _sharing(frame: Frame) -> str:
+    """How many heads take turns where tiles are alike: those that read the same blocks of pairs, yet few, as K and V
+    differ. A tile reads 4 D B of K and V and 2 BLOCK_M B of pairs for each key, either shared by those beside it."""
+    sizes = " * ".join(factor(v.size, frame) for v in shared_axes(frame))
+    return f"max(1, min({sizes}, {PAIR_TURN}))" if sizes else "1"
+
+
 def launch(frame: Frame, params: list[str], saves_lse: bool) -> Lines:
     """Programs that stay, one for each multiprocessor, and a counter of the tiles that are taken."""
     region, product = frame.region, frame.region.products[0]
@@ -33,7 +44,7 @@ def launch(frame: Frame, params: list[str], saves_lse: bool) -> Lines:
     read = {x.tensor: x.tensor for _, x in frame.copied}
     names = dict.fromkeys((product.q.operand, product.k.operand, region.v.operand, *read))
     outer = " * ".join(outer_sizes(frame)) or "1"
-    section = f"max(1, min({outer}, K_TURN.value // max({n}, 1)))" if frame.heavy_last else "1"
+    section = f"max(1, min({outer}, K_TURN.value // max({n}, 1)))" if frame.heavy_last else _sharing(frame)
     tensors = {"q": product.q.operand, "k": product.k.operand, "v": region.v.operand, "out": "written", **read}
     rows = {"q": m, "k": n, "v": n, "out": m, **dict.fromkeys(read, m)}
     described = [f"{t}_desc = described({tensors[t]}, {block}, {rows[t]})" for t, block in blocks(frame).items()]

@@ -10,7 +10,7 @@ from fusecomp.codegen.hopper import GROUP_ROWS, blocks
 from fusecomp.codegen.memory import widened
 from fusecomp.codegen.printer import triton_dtype
 from fusecomp.codegen.skeletons import fill
-from fusecomp.ir.expr import Load
+from fusecomp.ir.expr import Load, Var, variables
 
 Lines = list[str]
 
@@ -38,6 +38,17 @@ pairs_ready = gl.allocate_shared_memory(gl.int64, [BUFFERS, 1], mbarrier.MBarrie
 for i in gl.static_range(BUFFERS):
     mbarrier.init(pairs_ready.index(i), count=1)
 '''
+
+
+def turning(frame: Frame) -> tuple[Var, ...]:
+    """The batch axes, those last along which no block differs: programs side by side then read the same from L2."""
+    shared = shared_axes(frame)
+    return (*(v for v in frame.batch if v not in shared), *shared)
+
+
+def shared_axes(frame: Frame) -> tuple[Var, ...]:
+    read = [variables(x) for _, x in frame.copied]
+    return tuple(v for v in frame.batch if read and not any(v.name in names for names in read))
 
 
 def memory(frame: Frame) -> list[str]:

@@ -27,7 +27,7 @@ from fusecomp.codegen.hopper_skeletons import (
     STORE,
 )
 from fusecomp.codegen.launcher import parameters, unspecialised, wrapped
-from fusecomp.codegen.logsumexp import store_lse
+from fusecomp.codegen.logsumexp import place, store_lse
 from fusecomp.codegen.memory import element_pointers, fixed_loads, output_index
 from fusecomp.codegen.printer import FLOAT_MAX, literal, triton_dtype, triton_text
 from fusecomp.codegen.program import ROW_INDICES, decoded, sink_text
@@ -57,8 +57,8 @@ def hopper(frame: Frame, saves_lse: bool = False) -> tuple[str, list[str]]:
         raise KernelError("no kernel with warps that only copy expresses this attention; plan a portable one")
     length = "".join(f", {p}" for p in _sizes_of(frame))
     wide = ".to(tl.int64)" if frame.element.hoisted or frame.element.tiles else ""
-    shared: Holes = {"length": length, "program": [f"outer = head{wide}", *decoded(frame)], "fixed": fixed_loads(frame),
-              "counted": walk(frame).counted}  # fmt: skip
+    program = [f"outer = head{wide}", *decoded(frame, pairs.turning(frame))]
+    shared: Holes = {"length": length, "program": program, "fixed": fixed_loads(frame), "counted": walk(frame).counted}
     more = [*pairs.memory(frame), *(["pairs_ready"] if frame.copied else [])]
     descs = [f"{x.tensor}_desc" for _, x in frame.copied]
     produce, produced = _function(frame, PRODUCE, [*PRODUCER, *descs, *more], {**shared, **_copies(frame)})
@@ -242,7 +242,8 @@ def _finish(frame: Frame, saves_lse: bool) -> Lines:
     lines, e = [], frame.exponent
     if frame.sink is not None:
         lines.append(f"row_sum = row_sum + {e.exp(f'{sink_text(frame, e)} - row_max')}")
-    lines += ["outer = outer.to(tl.int64)", *store_lse(frame)] if saves_lse else []
+    outer = "outer" if pairs.turning(frame) == frame.batch else f"({place(frame)})"
+    lines += [f"outer = {outer}.to(tl.int64)", *store_lse(frame)] if saves_lse else []
     if frame.region.empty_row == "zero":
         lines.append("row_sum = tl.where(row_sum == 0.0, 1.0, row_sum)  # a row that sees no key gives 0")
     return lines

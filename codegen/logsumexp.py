@@ -73,11 +73,17 @@ def rescued_lse(frame: Frame) -> Lines:
 
 def first_row(frame: Frame) -> str:
     """Where lse holds the queries of one head, from the batch axes."""
+    head = place(frame)
+    head = f"({head}) * PACK + {frame.member.name}" if frame.member else head
+    return f"({head}) * {factor(frame.q_idx.size, frame)}" if head else "0"
+
+
+def place(frame: Frame) -> str:
+    """Which of all a program is, from its batch axes."""
     head = ""
     for v in frame.batch:
         head = f"({head}) * {factor(v.size, frame)} + {v.name}" if head else v.name
-    head = f"({head}) * PACK + {frame.member.name}" if frame.member else head
-    return f"({head}) * {factor(frame.q_idx.size, frame)}" if head else "0"
+    return head
 
 
 def sample_lse(region: AttentionRegion, sizes: dict[str, int]) -> str:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from fusecomp.codegen.base2 import LOG2E, Exponent, scaled
 from fusecomp.codegen.frame import Frame
 from fusecomp.codegen.memory import output_address, row_base, row_offsets
@@ -34,10 +36,10 @@ def batch_axes(frame: Frame) -> Lines:
     return [*lines, "outer = tl.cast(program // q_tiles, tl.int64)", *decoded(frame)]
 
 
-def decoded(frame: Frame) -> Lines:
-    """outer = (b * H + h) * G + g."""
+def decoded(frame: Frame, axes: Sequence[Var] = ()) -> Lines:
+    """outer = (b * H + h) * G + g, or so in the order of `axes`."""
     lines, left = [], "outer"
-    for place, v in reversed(list(enumerate(frame.batch))):
+    for place, v in reversed(list(enumerate(axes or frame.batch))):
         extent = factor(v.size, frame)
         lines.append(f"{v.name} = {left} % {extent}" if place else f"{v.name} = {left}")
         left = f"{left} // {extent}"

@@ -110,7 +110,7 @@ def test_it_compiles(name: str, saves_lse: bool) -> None:
     assert "wgmma.mma_async" in info.ptx
     assert "setmaxnreg" in info.ptx
     assert 0 < info.shared <= 232_448
-    assert info.spills is None or info.spills <= 16  # outside the loops
+    assert info.spills is None or info.spills <= 32  # outside the loops
 
 
 @written_in
