@@ -144,6 +144,7 @@ def consume(given, group: gl.constexpr):
         # The last keys: nothing to add to yet
         k_start = «first_start»
         count = done
+        «ahead»
         copied(k_ready, count, STAGES)
         k_tile = k_smem.index(count % STAGES).permute((1, 0))
         score = warpgroup_mma(q_tile, k_tile, gl.zeros([64, BLOCK_N], gl.float32, SCORES), use_acc=False, is_async=True)
@@ -199,6 +200,7 @@ tma.async_copy_shared_to_global(out_desc, «o_at», o_smem.index(group)._reinter
 STEP = '''\
 k_start = «k_start»
 count = done + block
+«ahead»
 copied(k_ready, count, STAGES)
 barrier("sync", MULTIPLY + group, 256)
 k_tile = k_smem.index(count % STAGES).permute((1, 0))

@@ -35,7 +35,7 @@ from fusecomp.codegen.skeletons import fill
 from fusecomp.codegen.slope import Slope, sloped
 from fusecomp.codegen.source import names_read, tidy
 from fusecomp.codegen.table import table_kernels
-from fusecomp.codegen.tile import of_full, scored, tests_of_edge
+from fusecomp.codegen.tile import ahead, of_full, tests_of_edge
 from fusecomp.errors import KernelError
 from fusecomp.ir.algebra import apply
 from fusecomp.ir.expr import Const, Expr, Load, Var, parts
@@ -154,15 +154,16 @@ def _consumer(frame: Frame, saves_lse: bool) -> Holes:
     e = replace(e, score=slope.score) if slope else e
     shift = _shift(frame, slope)
     top = "(row_max - shift)" if slope else "row_max"
-    edge = [*scored(frame, e, tests_of_edge(frame), edge=True), *shift]
+    ahead_of_edge, edge = ahead(frame, e, tests_of_edge(frame), edge=True)
+    edge += shift
     plain, loose = of_full(frame, e)
     shared: Holes = {"to_max": " + shift" if slope else factor, "dtype": dtype, "pairs": pairs.read(frame),
               "weights": e.exp(f"score{factor} - {top}[:, None]"),
               "rescale": e.exp("row_max - new_max")}  # fmt: skip
     keys = walk(frame)
-    edge_step = fill(STEP, {**shared, "k_start": keys.begin("block"), "score": edge})
-    full_score = [*scored(frame, plain, loose, edge=False), *shift]
-    full_step = fill(STEP, {**shared, "k_start": keys.full_begin, "score": full_score})
+    edge_step = fill(STEP, {**shared, "k_start": keys.begin("block"), "ahead": ahead_of_edge, "score": edge})
+    ahead_of_full, full = ahead(frame, plain, loose, edge=False)
+    full_step = fill(STEP, {**shared, "k_start": keys.full_begin, "ahead": ahead_of_full, "score": [*full, *shift]})
     held = HELD.splitlines() if holds_q(frame.plan, size) else []
     above, below = keys.full
     return {
@@ -177,6 +178,7 @@ def _consumer(frame: Frame, saves_lse: bool) -> Holes:
         "below_loop": _loop("for block in range(below, blocks):", edge_step) if below == "below" else [],
         "full_begin": above,
         "full_end": below,
+        "ahead": ahead_of_edge,
         "edge_score": edge,
         "full_step": full_step.splitlines(),
         "first_max": f"gl.maximum(gl.max(score, axis=1){shared['to_max']}, {_least(frame)})",

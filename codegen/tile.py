@@ -18,7 +18,7 @@ from fusecomp.codegen.program import state
 from fusecomp.codegen.slope import PLACED
 from fusecomp.ir.algebra import apply
 from fusecomp.ir.data import unmasked
-from fusecomp.ir.expr import Expr, Score, Var, parts
+from fusecomp.ir.expr import Expr, Score, Var, parts, variables
 from fusecomp.ir.primitives import TIMES
 
 Lines = list[str]
@@ -95,10 +95,14 @@ def scores(frame: Frame, e: Exponent, tests: Sequence[Expr], edge: bool) -> Line
     ]
 
 
-def scored(frame: Frame, e: Exponent, tests: Sequence[Expr], edge: bool) -> Lines:
-    """The same, after what it reads of the keys' places."""
+def ahead(frame: Frame, e: Exponent, tests: Sequence[Expr], edge: bool) -> tuple[Lines, Lines]:
+    """The same in two: what it reads of the keys alone, which can be on its way before the product is known; the rest."""
+    names = [name for name, x in frame.element.tiles if frame.q_idx.name not in variables(x)]
     lines = scores(frame, e, tests, edge)
-    return [*places(frame, "\n".join(lines)), *lines]
+    first = [line for line in lines if any(line.startswith(f"{name} = tl.load(") for name in names)]
+    first = [*places(frame, "\n".join(first)), *first]
+    rest = [line for line in lines if line not in first]
+    return first, [*(p for p in places(frame, "\n".join(rest)) if p not in first), *rest]
 
 
 def places(frame: Frame, body: str) -> Lines:
