@@ -96,7 +96,7 @@ def scores(frame: Frame, e: Exponent, tests: Sequence[Expr], edge: bool) -> Line
 
 
 def ahead(frame: Frame, e: Exponent, tests: Sequence[Expr], edge: bool) -> tuple[Lines, Lines]:
-    """The same in two: what it reads of the keys alone, which can be on its way before the product is known; the rest."""
+    """The same in two: what it reads of the keys alone, which can be on its way before the product is; the rest."""
     names = [name for name, x in frame.element.tiles if frame.q_idx.name not in variables(x)]
     lines = scores(frame, e, tests, edge)
     first = [line for line in lines if any(line.startswith(f"{name} = tl.load(") for name in names)]
