@@ -92,7 +92,6 @@ def always(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hopper, "LEAST_SECONDS", 0.0)
     monkeypatch.setattr(hopper, "LEAST_TILES", 0)
     monkeypatch.setattr(hopper, "LEAST_BUFFERS", 1)
-    monkeypatch.setattr(visits, "SHARE", float("inf"))
     torch._dynamo.reset()
     fusecomp.reset()
 
@@ -267,8 +266,11 @@ def padded(q: Tensor, k: Tensor, v: Tensor, seen: Tensor) -> Tensor:
 
 @pytest.mark.parametrize(("size", "n"), [(64, 613), (64, 640), (64, 100), (128, 1400), (256, 613)])
 @pytest.mark.parametrize("fn", [packed, padded], ids=lambda f: f.__name__)
-def test_tiles_by_a_table(fn: Callable[..., Tensor], size: int, n: int) -> None:
+def test_tiles_by_a_table(
+    fn: Callable[..., Tensor], size: int, n: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Masks that only the run knows: which tiles of keys are visited, and which need no mask, is looked up."""
+    monkeypatch.setattr(visits, "SHARE", float("inf"))
     ends = torch.tensor([[n // 3], [n - 3]])
     marks = torch.stack([(torch.arange(n) // 50), torch.arange(n) // 400]) if fn is packed else torch.arange(n) < ends
     args = [torch.randn(2, 4, n, size, device="cuda", dtype=torch.bfloat16) for _ in range(3)]
