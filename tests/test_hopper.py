@@ -132,6 +132,8 @@ def test_tiles_by_a_table() -> None:
     full = text[text.index("for block in range(above, blocks):"):]
     assert "load0_tile" not in full[: full.index("done += blocks")]
     assert pays(region, LONG, find("h200")) == available()
+    added = half(apply("add", SCALED, load(0, b, kv_idx, dtype="bfloat16")), loads=[((Size("B"), N), "bfloat16")])
+    assert not pays(added, LONG, find("h200"))  # which may hold a finite fill: rows that see no key are visited again
 
 
 def test_only_the_first_tile_of_a_causal_row_needs_its_mask() -> None:

@@ -15,6 +15,7 @@ from fusecomp.codegen.descriptors import in_steps
 from fusecomp.codegen.frame import Frame
 from fusecomp.ir.region import AttentionRegion
 from fusecomp.patterns.build import Match
+from fusecomp.patterns.masks import hiding
 from fusecomp.planning.device import Device, current
 from fusecomp.planning.facts import lengths, visits
 from fusecomp.planning.plan import plan
@@ -64,6 +65,8 @@ def pays(region: AttentionRegion, sizes: Mapping[str, int], device: Device) -> b
         return False
     tiles = plan(region, sizes, device)
     if tiles.skeleton != "prefill" or tiles.cost is None:
+        return False
+    if tiles.visits == "table" and not hopper.expresses(hiding(region)):
         return False
     own = hopper.specialised(region, tiles)
     frame, pairs = Frame(region, own), pair_loads(region)
