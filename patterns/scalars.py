@@ -32,7 +32,8 @@ def power(x: Expr, y: Expr) -> Expr | None:
         case _, Const(float(n)) if n != int(n):
             return apply("pow", real(x), y)
         case _ if kind(x) == kind(y) == "float" and never_negative(x):
-            return apply("where", apply("eq", y, const(0.0)), const(1.0), apply("pow", x, y))
+            neither = apply("and", apply("eq", x, const(0.0)), apply("eq", y, const(0.0)))
+            return apply("where", neither, const(1.0), apply("pow", x, y))
     return None
 
 

@@ -2,6 +2,7 @@
 
     scaled_dot_product_attention(Q, K, V)    softmax(scale Q K^T + mask) V              patterns/sdpa.py
     p[:n] V + p[n:] W,  p a softmax          p [V; W]                                    patterns/joined.py
+    f p / g(sum f p) V,  p a softmax         N / g(D),  [N, D] = f p [V, 1]              patterns/renormalised.py
     (softmax(a) - lam softmax(b)) V          softmax(a) V - lam (softmax(b) V)          patterns/sums.py
     sum_p sum_s w[p, s] v[p, s]              sum_n w[n] v[n]                            patterns/folding.py
     dropout(P, p)                            P f(seed, place)                           patterns/dropout.py
@@ -17,10 +18,11 @@ from fusecomp.graph.rewriting import Written
 from fusecomp.patterns.dropout import seed_dropouts
 from fusecomp.patterns.folding import fold
 from fusecomp.patterns.joined import join
+from fusecomp.patterns.renormalised import renormalise
 from fusecomp.patterns.sdpa import define
 from fusecomp.patterns.sums import distribute
 
-MEANINGS = (define, join, distribute, fold, seed_dropouts)
+MEANINGS = (define, join, renormalise, distribute, fold, seed_dropouts)
 
 
 def write_out(module: GraphModule) -> list[Written]:

@@ -47,7 +47,11 @@ FUNCTIONS: dict[str, tuple[Callable[..., Tensor], Expr | None]] = {
     "a power of the size": (lambda x, y: x.abs() ** 1.5, POINTWISE["pow"](POINTWISE["abs"](score), Const(1.5))),
     "a whole power": (lambda x, y: x**5, POINTWISE["pow"](score, Const(5))),
     "a power that differs": (
-        lambda x, y: x.abs().pow(y.abs()), POINTWISE["pow"](POINTWISE["abs"](score), POINTWISE["abs"](other)),
+        lambda x, y: x.abs().pow(y.relu()), POINTWISE["pow"](POINTWISE["abs"](score), POINTWISE["relu"](other)),
+    ),
+    "a power of what is not 0": (
+        lambda x, y: (x.abs() + 1).pow(y),
+        POINTWISE["pow"](apply("add", POINTWISE["abs"](score), one), other),
     ),
     "remainder": (lambda x, y: x % 0.75, POINTWISE["remainder"](score, Const(0.75))),
     "remainder by a negative number": (lambda x, y: x % -0.75, POINTWISE["remainder"](score, Const(-0.75))),

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from corpus.table import INF, Table, qkv, scores
+from corpus.table import INF, Table, places, qkv, scores, square
 from torch import Tensor
 
 CASES = Table()
@@ -108,6 +108,46 @@ def normalised_by_its_norm(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 # ----------------------------------------------------------------------------------------------------------------
+# Normalised again after a factor
+
+
+def span(q: Tensor, k: Tensor, reach: Tensor) -> Tensor:
+    """1 up to a learned distance of each head, then down to 0."""
+    i, j = places(q, k)
+    return ((reach[:, None, None] + 4 - (i - j).abs().to(q.dtype)) / 4).clamp(0, 1)
+
+
+def with_reach(d: Any) -> list[Tensor]:
+    return [*square(d), d(3).abs() * 4 + 3]
+
+
+@CASES.fuse(with_reach, grad=(0, 1, 2, 3))
+def adaptive_span(q: Tensor, k: Tensor, v: Tensor, reach: Tensor) -> Tensor:
+    p = scores(q, k).softmax(-1) * span(q, k, reach)
+    return (p / (p.sum(-1, keepdim=True) + 1e-8)) @ v
+
+
+@CASES.fuse(with_reach, grad=(0, 1, 2, 3))
+def causal_adaptive_span(q: Tensor, k: Tensor, v: Tensor, reach: Tensor) -> Tensor:
+    i, j = places(q, k)
+    p = scores(q, k).masked_fill(j > i, -INF).softmax(-1) * span(q, k, reach)
+    return torch.einsum("bhij,bhjd->bihd", p / p.sum(-1)[..., None], v)
+
+
+@CASES.fuse(blind, grad=())
+def masked_weights_over_an_epsilon(q: Tensor, k: Tensor, v: Tensor, keep: Tensor) -> Tensor:
+    """0 in the row that sees no key."""
+    p = (scores(q, k) * keep).softmax(-1) * keep
+    return (p / (p.sum(-1, keepdim=True) + 1e-13)) @ v
+
+
+@CASES.fuse(lambda d: [*qkv(d), d(2, d.n(21)).sigmoid()], grad=(0, 1, 2, 3))
+def keys_that_count_in_part(q: Tensor, k: Tensor, v: Tensor, share: Tensor) -> Tensor:
+    p = scores(q, k).softmax(-1) * share[:, None, None]
+    return (p / p.sum(-1, keepdim=True).clamp(min=0.25)) @ v
+
+
+# ----------------------------------------------------------------------------------------------------------------
 # Near misses
 
 
@@ -145,3 +185,21 @@ def maximum_kept_above_zero(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     s = scores(q, k)
     e = (s - s.amax(-1, keepdim=True).clamp(min=0.0)).exp()
     return (e / e.sum(-1, keepdim=True).clamp(min=1e-9)) @ v
+
+
+@CASES.decline(with_reach, "the weights are not a softmax of the scores times a factor")
+def normalised_by_the_largest(q: Tensor, k: Tensor, v: Tensor, reach: Tensor) -> Tensor:
+    p = scores(q, k).softmax(-1) * span(q, k, reach)
+    return (p / (p.amax(-1, keepdim=True) + 1e-8)) @ v
+
+
+@CASES.decline(with_reach)
+def normalised_over_the_queries(q: Tensor, k: Tensor, v: Tensor, reach: Tensor) -> Tensor:
+    p = scores(q, k).softmax(-1) * span(q, k, reach)
+    return (p / (p.sum(-2, keepdim=True) + 1e-8)) @ v
+
+
+@CASES.decline(with_reach)
+def sum_that_is_returned_with_the_weights(q: Tensor, k: Tensor, v: Tensor, reach: Tensor) -> tuple[Tensor, Tensor]:
+    p = scores(q, k).softmax(-1) * span(q, k, reach)
+    return (p / (p.sum(-1, keepdim=True) + 1e-8)) @ v, p

@@ -1,0 +1,161 @@
+"""Weights that are normalised a second time, after a factor: their sum is one more column of values.
+
+    w / g(sum_j w_j) V = N / g(D),    [N, D] = w [V, 1],    w = f softmax(S)
+
+Exact for any g: soft spans and masks are written so, with an epsilon in g. Where w is 0 or a weight and g adds nothing,
+the softmax's own normaliser does it (`patterns/weights.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.fx import GraphModule, Node
+from torch.fx.node import map_arg
+
+from fusecomp.graph.capture import inline
+from fusecomp.graph.facts import Facts, dtype, is_tensor, op_name, reach, shape
+from fusecomp.graph.modes import in_their_modes
+from fusecomp.graph.rewriting import Written, write
+from fusecomp.ir.algebra import const
+from fusecomp.ir.expr import Const
+from fusecomp.patterns.contraction import Contraction, contraction
+from fusecomp.patterns.lift import argument, axis
+from fusecomp.patterns.sums import leads_to_softmax
+
+CASTS = ("to", "_to_copy", "type_as", "float")
+POINTWISE = ("add", "clamp", "clamp_min", "clip", "max", "maximum", "unsqueeze", "expand", *CASTS)
+"""What may stand between the sum and the division."""
+
+
+@dataclass(frozen=True)
+class Renormalised:
+    """One such product."""
+
+    product: Node
+    spec: Contraction
+    """The normalised weights on the left."""
+    weights: Node
+    total: Node
+    between: tuple[Node, ...]
+    """From the sum to what divides, in order."""
+
+    @property
+    def divisor(self) -> Node:
+        return self.between[-1] if self.between else self.total
+
+    @property
+    def column(self) -> str:
+        """The letter of the values' own axis."""
+        return next(a for a in self.spec.out_axes if a not in self.spec.left_axes)
+
+
+def renormalise(module: GraphModule) -> Iterator[Written]:
+    """Write out every such product."""
+    for node in list(module.graph.nodes):
+        spec = contraction(node)
+        if spec is None or spec.added is not None or spec.scale != Const(1.0):
+            continue
+        for side in (spec, spec.swapped()):
+            found = read(node, side)
+            if found is not None and undisturbed(module, found):
+                others = [x for n in found.between for x in n.all_input_nodes if x not in (found.total, *found.between)]
+                inputs = list(dict.fromkeys([found.weights, side.right, *others]))
+                output = inline(node, divided(found, inputs), inputs)
+                yield write(node, output, [n for n in found.weights.users if op_name(n) == "einsum"])
+                break
+
+
+def read(product: Node, spec: Contraction) -> Renormalised | None:
+    """`product` as renormalised weights times values."""
+    quotient, key = spec.left, spec.contracted
+    plain = op_name(quotient) == "div" and len(quotient.args) == 2 and not quotient.kwargs
+    if not plain or len(key) != 1 or list(quotient.users) != [product] or "." in spec.left_axes:
+        return None
+    weights, divisor = quotient.args
+    if not (is_tensor(weights) and is_tensor(divisor)) or shape(weights) != shape(quotient):  # type: ignore[arg-type]
+        return None
+    total = next((n for n in weights.users if summed(n, weights, spec.left_axes.index(key))), None)  # type: ignore[union-attr, arg-type]
+    if total is None or set(weights.users) != {total, quotient} or not leads_to_softmax(weights):  # type: ignore[union-attr, arg-type]
+        return None
+    below = reach([total], lambda n: [u for u in n.users if u is not quotient])
+    between = tuple(n for n in quotient.graph.nodes if n in below and n is not total)
+    own = [a for a in spec.out_axes if a not in spec.left_axes]
+    fits = len(own) == 1 and set(spec.out_axes) - set(own) == set(spec.left_axes) - {key} and own[0] in spec.right_axes
+    found = Renormalised(product, spec, weights, total, between)  # type: ignore[arg-type]
+    if not fits or found.divisor is not divisor or not all(map(pointwise, between)):
+        return None
+    row = tuple(const(1) if a == key else n for a, n in zip(spec.left_axes, shape(quotient), strict=True))
+    return found if shape(found.divisor) == row and (between or soft(weights)) else None  # type: ignore[arg-type]
+
+
+def summed(node: Node, weights: Node, key: int) -> bool:
+    """Whether `node` sums the weights over the keys."""
+    if op_name(node) != "sum" or dtype(node) != dtype(weights):
+        return False
+    dim = argument(node, 1, "dim")
+    dims = [axis(d, len(shape(weights))) for d in (dim if isinstance(dim, list | tuple) else [dim]) if d is not None]
+    return dims == [key]
+
+
+def pointwise(node: Node) -> bool:
+    return op_name(node) in POINTWISE and is_tensor(node)
+
+
+def soft(weights: Node) -> bool:
+    """Whether the weights were multiplied by more than truth values."""
+    node: Node = weights
+    while op_name(node) in CASTS:
+        node = node.args[0]  # type: ignore[assignment]
+    if op_name(node) != "mul":
+        return False
+    sides = [x for x in node.args if is_tensor(x)]
+    return all(not truth(x) for x in sides)  # type: ignore[arg-type]
+
+
+def truth(node: Node) -> bool:
+    """Whether a tensor holds truth values, cast or not."""
+    while op_name(node) in (*CASTS, "unsqueeze", "expand", "view", "slice") and dtype(node) != "bool":
+        if not isinstance(node.args[0], Node):
+            return False
+        node = node.args[0]
+    return dtype(node) == "bool"
+
+
+def undisturbed(module: GraphModule, found: Renormalised) -> bool:
+    """Whether all may as well be computed where the product is."""
+    facts, modes = Facts(module.graph), dict(in_their_modes(module.graph))
+    first, last = facts.position[found.weights], facts.position[found.product]
+    nodes = [found.weights, found.total, *found.between, found.spec.left]
+    alike = all(modes[n] == modes[found.product] for n in nodes)
+    return alike and not any(facts.written_between(x, first, last) for n in nodes for x in (n, *n.all_input_nodes))
+
+
+def divided(found: Renormalised, inputs: list[Node]) -> Callable[..., Tensor]:
+    """weights, values, ... -> N / g(D)"""
+    spec, column, key = found.spec, found.column, found.spec.contracted
+    axes = spec.right_axes.replace(".", "")
+    keepdim = len(shape(found.total)) == len(spec.left_axes)
+
+    def product(*tensors: Tensor) -> Tensor:
+        known = dict(zip(inputs, tensors, strict=True))
+        values = known[spec.right]
+        for n in reversed([n for n, a in enumerate(spec.right_axes) if a == "."]):
+            values = values.squeeze(n)
+        place = axes.index(column)
+        values = torch.cat([values, torch.ones_like(values.narrow(place, 0, 1))], place)
+        both = torch.einsum(f"{spec.left_axes},{axes}->{spec.out_axes}", known[found.weights], values)
+        at = spec.out_axes.index(column)
+        numerator, total = both.split([both.shape[at] - 1, 1], at)
+        rows = spec.out_axes.replace(column, key)
+        total = total.permute([rows.index(a) for a in spec.left_axes])
+        known[found.total] = total if keepdim else total.squeeze(spec.left_axes.index(key))
+        for n in found.between:
+            args, kwargs = map_arg((n.args, n.kwargs), known.__getitem__)
+            known[n] = n.target(*args, **kwargs)  # type: ignore[operator]
+        return numerator / known[found.divisor].permute([spec.left_axes.index(a) for a in rows])
+
+    return product
