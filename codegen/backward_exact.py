@@ -26,9 +26,9 @@ def require_gradients(frame: GradientFrame, fixed: Fixed = ()) -> None:
     if frame.addressed.tiles or frame.addressed.hoisted:
         raise KernelError("no backward kernel: keys are found through a table")
     for p in region.products:
-        _require_apart(p.q, p.q.index, (*region.batch, region.q_idx, p.d), known)
-        _require_apart(p.k, frame.key_access(p.k), (*frame.key_axes, region.kv_idx, p.d), known)
-    _require_apart(region.v, frame.key_access(region.v), (*frame.key_axes, region.kv_idx, region.dv), known)
+        _require_apart(p.q, p.q.index, (*region.batch, region.q_idx), (p.d,), known)
+        _require_apart(p.k, frame.key_access(p.k), frame.key_axes, (region.kv_idx, p.d), known)
+    _require_apart(region.v, frame.key_access(region.v), frame.key_axes, (region.kv_idx, region.dv), known)
     accesses = roles(region)
     for x in differentiated(region):
         if x.tensor in {a.operand for a in accesses}:
@@ -79,14 +79,17 @@ def below(x: Expr, y: Expr) -> bool:
     return is_natural(apply("sub", apply("sub", y, x), Const(1)))
 
 
-def _require_apart(a: Access, index: tuple[Expr, ...], axes: tuple[Var, ...], fixed: dict[Expr, Expr]) -> None:
-    """Each element of a gradient is written once: the index decides every axis."""
+def _require_apart(
+    a: Access, index: tuple[Expr, ...], axes: tuple[Var, ...], places: tuple[Var, ...], fixed: dict[Expr, Expr]
+) -> None:
+    """Each element of a gradient is written once: the index decides every axis that is longer than 1, and every place
+    in a tile."""
     if any(isinstance(x, Load) for e in index for x in parts(e)):
         raise KernelError(f"no backward kernel: {a} is read through a table")
     known = decided(sized(index, fixed))
-    tile = axes[-2:]  # whose places in a tile the index must tell apart, of length 1 or not
-    missing = [v.name for v, w in zip(axes, sized(axes, fixed), strict=True)
-               if w not in known and (v in tile or w.size != Const(1))]  # type: ignore[attr-defined]  # fmt: skip
+    every = (*axes, *places)
+    missing = [v.name for v, w in zip(every, sized(every, fixed), strict=True)
+               if w not in known and (v in places or w.size != Const(1))]  # type: ignore[attr-defined]  # fmt: skip
     if missing:
         raise KernelError(f"no backward kernel: the gradient of {a} is a sum over {', '.join(missing)}")
 

@@ -130,12 +130,16 @@ def test_an_axis_of_length_1(interpreter: Interpreter) -> None:
     agree(interpreter, r, [q_[:1], k[:1], v[:1]], {**SIZES, "B": 1}, fixed=(("B", 1),))
 
 
-def test_one_query_read_at_no_index() -> None:
-    """A tile's rows are told apart by the index, of one query too."""
+def test_one_query_read_at_no_index(interpreter: Interpreter) -> None:
+    """Several would share its gradient; and keys of a tile are told apart by the index, though there is one."""
     r = attention(scaled_score)
-    q = Access("q", (b, h, Const(0), r.products[0].d))
+    q, k = (Access(name, (b, h, Const(0), r.products[0].d)) for name in "qk")
+    one = replace(r, products=(replace(r.products[0], q=q),))
     with pytest.raises(KernelError, match="sum over q_idx"):
-        emit_backward(replace(r, products=(replace(r.products[0], q=q),)), small(r), fixed=(("M", 1),))
+        emit_backward(one, small(one))
+    agree(interpreter, one, qkv(16, m=1), {**SIZES, "M": 1}, fixed=(("M", 1),))
+    with pytest.raises(KernelError, match="sum over kv_idx"):
+        emit_backward(replace(r, products=(replace(r.products[0], k=k),)), small(r), fixed=(("N", 1),))
 
 
 @pytest.mark.parametrize("name", ["q", "k", "v"])
