@@ -19,7 +19,7 @@ IN_TRITON = '''\
 @triton.jit
 def keeps(seed, batch, row, four, least: tl.constexpr):
     """Whether random(seed, batch, row, key) >= least, for rows [M, 1] and fours of keys [1, N / 4]: [M, N]."""
-    a, b, c, d = tl.philox(seed, four, tl.cast(row, tl.int32), tl.cast(batch, tl.int32), 0)
+    a, b, c, d = tl.philox(seed, four, tl.cast(row, tl.int32), tl.cast(batch, tl.int32), 0, n_rounds=7)
     a, b, c, d = (a >= least).to(tl.int8), (b >= least).to(tl.int8), (c >= least).to(tl.int8), (d >= least).to(tl.int8)
     return tl.reshape(tl.join(tl.join(a, c), tl.join(b, d)), [a.shape[0], 4 * a.shape[1]]) != 0
 '''
@@ -27,11 +27,11 @@ def keeps(seed, batch, row, four, least: tl.constexpr):
 
 IN_TORCH = '''\
 def random(seed, batch, row, key):
-    """Philox-4x32-10 in 64-bit integers, a call for each word."""
+    """Philox-4x32-7 in 64-bit integers, a call for each word."""
     low, zero = 0xFFFFFFFF, 0 * key
     c0, c1, c2, c3 = torch.broadcast_tensors(key // 4, row + zero, batch + zero, zero)
     k0, k1 = seed & low, seed >> 32 & low
-    for _ in range(10):
+    for _ in range(7):
         x, y = c0 * 0xD2511F53, c2 * 0xCD9E8D57
         c0, c1, c2, c3 = (y >> 32 ^ c1 ^ k0) & low, y & low, (x >> 32 ^ c3 ^ k1) & low, x & low
         k0, k1 = k0 + 0x9E3779B9 & low, k1 + 0xBB67AE85 & low

@@ -54,16 +54,16 @@ def next_seed(manual: int) -> Tensor:
 @pytest.mark.parametrize(
     ("key", "counter", "words"),
     [
-        ((0, 0), (0, 0, 0, 0), (0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8)),
-        ((WORDS - 1,) * 2, (WORDS - 1,) * 4, (0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD)),
+        ((0, 0), (0, 0, 0, 0), (0x5F6FB709, 0x0D893F64, 0x4F121F81, 0x4F730A48)),
+        ((WORDS - 1,) * 2, (WORDS - 1,) * 4, (0x5207DDC2, 0x45165E59, 0x4D8EE751, 0x8C52F662)),
         (
             (0xA4093822, 0x299F31D0), (0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344),
-            (0xD16CFE09, 0x94FDCCEB, 0x5001E420, 0x24126EA1),
+            (0x4DFCCABA, 0x190A87F0, 0xC47362BA, 0xB6B5242A),
         ),
     ],
 )  # fmt: skip
 def test_published_vectors(key: tuple[int, int], counter: tuple[int, ...], words: tuple[int, ...]) -> None:
-    """The known answers that Random123 publishes for philox4x32-10."""
+    """The known answers that Random123 publishes for philox4x32-7."""
     seed = torch.tensor([key[0], key[1]], dtype=torch.uint32).view(torch.int64)
     found = philox(seed, tuple(torch.tensor([c]) for c in counter))  # type: ignore[arg-type]
     assert [int(x) for x in found] == list(words)

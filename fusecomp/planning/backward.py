@@ -9,7 +9,7 @@ has a tile of its own in registers: they take sizes that are known to be good, m
     D <= 128           128 x 64, 8 warps        64 x 128, 8 warps      3 stages, 2 of the second
     D <= 256           64 x 64,  8 warps        32 x 64,  8 warps      2 stages
     more, or float32   32 x 32,  4 warps        32 x 32,  4 warps      2 stages
-    with dropout       at most x 64             at most 32 x
+    with dropout       at most x 64             at most 32 x, not x 128 but x 64, 4 warps
     bias or mask read  64 x 64,  8 warps        64 x 64,  8 warps      and so its own gradient, 1 stage
 """
 
@@ -109,7 +109,9 @@ def _known(region: AttentionRegion) -> dict[str, Tile]:
         rows = 64 if size <= 128 else 32
         queries, keys = replace(queries, block_m=rows, block_n=64, warps=8), replace(keys, block_n=64)
     if draws(region.weight):  # what a tile keeps takes registers
-        queries, keys = replace(queries, block_n=min(64, queries.block_n)), replace(keys, block_m=min(32, keys.block_m))
+        queries = replace(queries, block_n=min(64, queries.block_n))
+        keys = replace(keys, block_m=min(32, keys.block_m))
+        keys = replace(keys, block_n=64, warps=4) if keys.block_n > 64 else keys
     return {"query_gradient": queries, "key_gradients": keys}
 
 

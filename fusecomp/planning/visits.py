@@ -22,6 +22,8 @@ from fusecomp.planning.facts import WIDTH
 
 SHARE = 0.125
 """Of the attention's predicted time."""
+HOST_LAUNCH = 1e-5
+"""s: what a launch takes the host. The tables of gradients are made in each layer anew, and short kernels wait for it."""
 
 
 def visits(region: AttentionRegion, sizes: Mapping[str, int], device: Device, seconds: float) -> str:
@@ -29,6 +31,12 @@ def visits(region: AttentionRegion, sizes: Mapping[str, int], device: Device, se
     if not data.unknown(region):
         return "bounds"
     return "table" if table_seconds(region, sizes, device) <= SHARE * seconds else "bounds"
+
+
+def gradients_visit(seconds: float) -> bool:
+    """Whether gradients visit by tables of their own, of four launches; they take twice the `seconds` of the forward
+    pass, or longer."""
+    return 4 * HOST_LAUNCH <= SHARE * 2 * seconds
 
 
 def table_seconds(region: AttentionRegion, sizes: Mapping[str, int], device: Device) -> float:

@@ -28,6 +28,7 @@ from fusecomp.planning.backward import backward_plan, by_table
 from fusecomp.planning.device import current
 from fusecomp.planning.plan import alone, fixed_share, plan
 from fusecomp.planning.tile import TilePlan
+from fusecomp.planning.visits import gradients_visit
 from fusecomp.running import cache, cpu, hopper
 from fusecomp.running.inputs import example_of
 from fusecomp.running.launching import quickened
@@ -129,7 +130,8 @@ def for_training(match: Match, tiles: TilePlan, sizes: Mapping[str, int]) -> Low
     source, launch = generate(match, tiles, saves_lse=True)
     others = match.learned - products_of(region)
     plans = backward_plan(region, current(), sizes)
-    plans = by_table(plans, region, others) if tiles.visits == "table" else plans
+    if tiles.visits == "table" and tiles.cost is not None and gradients_visit(tiles.cost.seconds):
+        plans = by_table(plans, region, others)
     if tiles.consumers and tiles.visits == "bounds" and hopper.trains(match):
         plans = hopper_backward.specialised(region, tiles)
     backward = emit_backward(region, plans, others, fixed(match))
