@@ -36,7 +36,7 @@ def visits(region: AttentionRegion, sizes: Mapping[str, int], device: Device, se
 def gradients_visit(seconds: float) -> bool:
     """Whether gradients visit by tables of their own, of four launches; they take twice the `seconds` of the forward
     pass, or longer."""
-    return 4 * HOST_LAUNCH <= SHARE * 2 * seconds
+    return SHARE * 2 * seconds >= 4 * HOST_LAUNCH
 
 
 def table_seconds(region: AttentionRegion, sizes: Mapping[str, int], device: Device) -> float:
