@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -23,6 +23,7 @@ from fusecomp.errors import KernelError
 from fusecomp.ir.region import AttentionRegion
 from fusecomp.running.backward import gradients
 
+Result = TypeVar("Result")
 Launch = Callable[..., None]
 """launch(out, tensors, sizes): fills `out`; tensors in the order of region.operands, sizes of region.sizes. A kernel
 that has a backward, or whose region has an lse, takes `lse` too, and fills it with the log-sum-exp of each row, [batch
@@ -81,15 +82,18 @@ def empty_ordered(shape: Sequence[int], order: Sequence[int], like: Tensor, dtyp
     return torch.empty_permuted(list(shape), list(order), dtype=dtype, device=like.device)
 
 
+def on_device_of(x: Tensor, launch: Callable[..., Result], *args: Any) -> Result:
+    """launch(*args) on the device that holds `x`. Most often it is the current one, and to enter it takes time."""
+    if not x.is_cuda or x.device.index == torch.cuda.current_device():
+        return launch(*args)
+    with torch.cuda.device(x.device):
+        return launch(*args)
+
+
 def run(launch: Launch, out: Tensor, *args: Any) -> None:
-    """Launch on the device that holds O."""
-    if not out.numel():
-        return
-    if out.is_cuda and out.device.index != torch.cuda.current_device():
-        with torch.cuda.device(out.device):
-            launch(out, *args)
-    else:
-        launch(out, *args)
+    """Fill O."""
+    if out.numel():
+        on_device_of(out, launch, out, *args)
 
 
 # ----------------------------------------------------------------------------------------------------------------
@@ -191,8 +195,7 @@ def differentiate(
     rows = lse.shape[: lse.dim() - len(kernel.saved)]
     more = [lse.new_zeros(rows) if grad_lse is None else grad_lse.contiguous()] if region.lse else []
     grads = [contiguous_like(t) if i in wanted else None for i, t in enumerate(tensors)]
-    with torch.cuda.device_of(out):
-        kernel.backward(grads, out, given, lse, *more, operands(region, tensors), sizes)
+    on_device_of(out, kernel.backward, grads, out, given, lse, *more, operands(region, tensors), sizes)
     return [g for g in grads if g is not None]
 
 

@@ -21,7 +21,7 @@ from fusecomp.codegen.source import KernelSource
 from fusecomp.codegen.table import table
 from fusecomp.errors import KernelError
 from fusecomp.graph.facts import storage, value, written_arguments
-from fusecomp.running.operator import Launch, operator
+from fusecomp.running.operator import Launch, on_device_of, operator
 
 ListVisits = Callable[[Sequence[Tensor], Sequence[int]], Tensor]
 TABLES: dict[str, ListVisits] = {}
@@ -63,8 +63,7 @@ def visit(
         raise KernelError(f"table {signature} is not loaded in this process; compile the model here")
     if not math.prod(shape_of(axes, m, n, block_m, block_n)):
         return visit_fake(masks, sizes, axes, m, n, block_m, block_n, signature)
-    with torch.cuda.device_of(masks[0]):
-        return TABLES[signature](masks, sizes)
+    return on_device_of(masks[0], TABLES[signature], masks, sizes)
 
 
 def visit_fake(
