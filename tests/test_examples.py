@@ -4,11 +4,21 @@ from __future__ import annotations
 
 import ast
 import os
+import re
 import subprocess
 import sys
+import textwrap
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+from recognising import region_of
+
+from fusecomp.codegen.emit import emit
+from fusecomp.ir.region import describe
+from fusecomp.planning.device import find
+from fusecomp.planning.plan import plan
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 
@@ -45,9 +55,23 @@ def test_every_example_has_a_docstring_and_a_main_and_is_run(path: Path) -> None
     assert path.name in {command.split()[0] for command, _, _ in RUNS.values()}
 
 
+def readme_blocks() -> list[str]:
+    """What stands between fences, in order."""
+    return re.findall(r"^```(?:python)?\n(.*?)^```$", (EXAMPLES.parent / "README.md").read_text(), re.M | re.S)
+
+
+def test_the_readme_shows_what_is_made_of_its_example() -> None:
+    example, _, _, mathematics, loop, *_ = readme_blocks()
+    space: dict[str, Any] = {}
+    exec(example, space)
+    region = region_of(space["attention"], *(torch.randn(2, 3, 70, 64, dtype=torch.bfloat16) for _ in range(3)))
+    assert mathematics in "".join(f"{line.strip()}\n" for line in describe(region))
+    chosen = plan(region, {"B": 4, "H": 16, "M": 4096, "N": 4096}, find("a100"))
+    assert textwrap.indent(loop, "    ") in emit(region, chosen).text
+
+
 def test_the_readme_example_is_what_it_says() -> None:
-    readme = (EXAMPLES.parent / "README.md").read_text()
-    block = readme.split("```python\n")[1].split("```")[0]
+    block = readme_blocks()[0]
     program = f"{block}\nimport fusecomp\nargs = [torch.randn(2, 3, n, 16) for n in (37, 37, 37)]\n"
     program += "assert len(fusecomp.explain(attention, *args).fused) == 1\n"
     fast = 'torch.compile(attention, backend="fusecomp", options={"inner": "eager"})'
