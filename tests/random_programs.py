@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -115,6 +115,46 @@ OTHER_SUMS: Stage = {
 }
 """What is not."""
 FILLS = (-INF, -1e30, -1e9, -1e4)
+LAYOUTS: Stage = {
+    "as given": lambda x: x,
+    "heads inside": lambda x: x.transpose(1, 2).contiguous().transpose(1, 2),
+    "heads outside": lambda x: x.transpose(0, 1).contiguous().transpose(0, 1),
+    "rows inside": lambda x: x.mT.contiguous().mT,
+    "gaps": lambda x: F.pad(x, (1, 2))[..., 1:-2],
+    "every other row": lambda x: x.repeat_interleave(2, 2)[:, :, ::2],
+    "backwards": lambda x: x.flip(2).flip(2),
+    "one batch": lambda x: x[:1].expand(x.shape),
+    "one row": lambda x: x[:, :, :1].expand(x.shape),
+    "one of a stack": lambda x: torch.stack([x, 2 * x, x])[2],
+    "part of a whole": lambda x: torch.cat([x, x], -1).chunk(2, -1)[1],
+    "folded": lambda x: x.flatten(0, 1).contiguous().view(x.shape),
+}
+"""How an operand lies in memory."""
+RESULTS: Stage = {
+    "as it is": lambda o: o,
+    "heads merged": lambda o: o.transpose(1, 2).flatten(2),
+    "folded": lambda o: o.reshape(-1, o.shape[-1]),
+    "a row": lambda o: o[:, :, -1:],
+    "mean": lambda o: o.mean(1),
+    "twice": lambda o: o + o.square(),
+    "in place": lambda o: o.mul_(0.5).add_(1),
+}
+HALF, FULL = torch.bfloat16, torch.float32
+Casts = Mapping[str, Mapping[str, torch.dtype]]
+CASTS: Casts = {
+    "none": {},
+    "all in float32": {"q": FULL, "k": FULL, "v": FULL, "o": HALF},
+    "product in float32": {"q": FULL, "k": FULL, "p": HALF, "v": HALF},
+    "scores in float32": {"q": HALF, "k": HALF, "v": HALF, "s": FULL, "p": HALF},
+    "scores rounded": {"s": HALF, "p": FULL, "v": FULL},
+    "scores rounded and back": {"q": FULL, "k": FULL, "r": HALF, "s": FULL, "p": FULL, "v": FULL},
+    "weights rounded": {"p": HALF, "v": HALF, "o": FULL},
+    "values in float32": {"q": HALF, "k": HALF, "v": FULL, "p": FULL},
+    "weights in float32": {"q": HALF, "k": HALF, "s": FULL, "p": FULL, "v": FULL, "o": HALF},
+    "halves of two kinds": {"q": torch.float16, "k": torch.float16, "v": HALF, "p": HALF},
+    "queries rounded": {"r q": HALF, "q": FULL, "k": FULL, "p": FULL, "v": FULL},
+}
+"""What is cast to what, of q, k, the scores (`r`: before `s`), the weights p, v and O."""
 
 
 def shifted(s: Tensor) -> Tensor:
@@ -164,18 +204,28 @@ class Program:
     twin: str = ""
     beside: str = ""
     """What of the scores is returned beside O."""
+    cast: str = "none"
+    layouts: tuple[str, ...] = ("as given",) * 4
+    result: str = "as it is"
+
+    def typed(self, name: str, x: Tensor) -> Tensor:
+        """x as the program casts it; all in float64 where the inputs are."""
+        return x if x.dtype == torch.float64 else x.to(CASTS[self.cast].get(name, x.dtype))
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, x: Tensor) -> Tensor:
+        q, k, v, x = (LAYOUTS[how](t) for how, t in zip(self.layouts, (q, k, v, x), strict=True))
+        q, k, v = self.typed("q", self.typed("r q", q)), self.typed("k", k), self.typed("v", v)
         k, v = (HEADS[self.heads](t, 2) for t in (k, v))
         q, k, c = SCALES[self.scale](q, k)
-        s = PRODUCTS[self.product](q, k) * c
+        s = self.typed("s", self.typed("r", PRODUCTS[self.product](q, k) * c))
+        x = x.to(s.dtype)
         i, j = torch.arange(q.shape[2])[:, None], torch.arange(k.shape[2])
         s = SCORES[self.score](s, i, j, x)
         stage, change = TWINS.get(self.twin, ("", None))
         s = change(s) if change and stage == "scores" else s
         if self.mask is not None:
             s = MASKINGS[self.masking](s, self.mask(i, j, x).expand(s.shape[-2:]), self.fill)
-        out = self.attended(s, v, stage, change)
+        out = RESULTS[self.result](self.typed("o", self.attended(s, v, stage, change)))
         if not self.beside:
             return out
         beside = {**SUMS, **OTHER_SUMS}[self.beside](s)
@@ -184,10 +234,10 @@ class Program:
     def attended(self, s: Tensor, v: Tensor, stage: str, change: Callable[[Tensor], Tensor] | None) -> Tensor:
         if self.deferred:
             e = shifted(s)
-            return VALUES["matmul"](e, v) / e.sum(-1, keepdim=True)
+            return VALUES["matmul"](self.typed("p", e), v) / e.sum(-1, keepdim=True)
         p = change(s) if change and stage == "softmax" else SOFTMAXES[self.softmax](s)
         p = change(p) if change and stage == "weights" else p
-        return VALUES[self.value](p, v)
+        return VALUES[self.value](self.typed("p", p), v)
 
 
 # ----------------------------------------------------------------------------------------------------------------
@@ -239,4 +289,13 @@ def programs(twins: bool = False) -> st.SearchStrategy[Program]:
         fill=st.sampled_from(FILLS),
         deferred=st.just(False) if twins else st.booleans(),
         twin=st.sampled_from(list(TWINS)) if twins else st.just(""),
+    )
+
+
+def combined() -> st.SearchStrategy[Program]:
+    """Programs whose operands are cast and lie in memory anyhow, and whose result goes on."""
+    laid = st.tuples(*[st.sampled_from(list(LAYOUTS))] * 4)
+    more = st.tuples(st.sampled_from(list(CASTS)), laid, st.sampled_from(list(RESULTS)))
+    return st.builds(
+        lambda program, chosen: replace(program, cast=chosen[0], layouts=chosen[1], result=chosen[2]), programs(), more
     )

@@ -49,6 +49,15 @@ def test_gradients_of_o_and_of_the_lse_through_the_operator() -> None:
             torch.testing.assert_close(x, torch.zeros_like(x) if y is None else y)
 
 
+def test_values_alone_learn_beside_a_lse() -> None:
+    args = with_lse(grad=False)
+    args[0][2].requires_grad_()
+    out, lse = torch.ops.fusecomp.attention_and_lse(*args)
+    (got,) = torch.autograd.grad(out.sum() + lse.sum(), args[0][2])
+    own = evaluate(operator.kernel_of(args[-1]).region, args[0], args[1], torch.float64)
+    torch.testing.assert_close(got, torch.autograd.grad(own.sum(), args[0][2])[0])
+
+
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 def test_nothing_is_recorded_without_a_gradient(mode: Callable[[], Any]) -> None:
     with mode():

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from itertools import compress
 
 import torch
 from torch import Tensor
@@ -41,6 +42,8 @@ def gradients(
             if grad_lse is not None:
                 results.append(evaluate_lse(region, leaves, sizes, torch.float32, rows))
                 given.append(grad_lse[..., rows].float())
+            learns = [x.requires_grad for x in results]  # the log-sum-exp does not where V alone is wanted
+            results, given = list(compress(results, learns)), list(compress(given, learns))
             found = torch.autograd.grad(results, [leaves[i] for i in wanted], given, allow_unused=True)
         for total, g in zip(totals, found, strict=True):
             if g is not None:
