@@ -129,6 +129,8 @@ def closed_interior(
                                 USE_ONCE if op_name(outside[0]) else RETURN_LESS)  # fmt: skip
         if any(w not in below for w in written_arguments(node)):
             raise Decline("scores are written into a tensor made elsewhere", node, NEW_TENSOR)
+    if any(w not in below for w in written_arguments(output)):
+        raise Decline("the result is written into a tensor made elsewhere", output, "let the product make its own")
     interior = tuple(sorted(way, key=position.__getitem__))
     return interior, with_readers(sums, (*interior, output), shared)
 

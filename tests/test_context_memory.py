@@ -145,7 +145,19 @@ def scores_written_elsewhere(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return s.softmax(-1) @ v
 
 
-@pytest.mark.parametrize("fn", [view_written, query_written, slice_kept, weights_written, scores_written_elsewhere])
+def result_written_elsewhere(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    out = torch.zeros(2, 3, 13, v.shape[-1])
+    seen = out.view(-1)
+    torch.matmul((q @ k.mT).softmax(-1), v, out=out)
+    return seen
+
+
+LEFT_ALONE = (
+    view_written, query_written, slice_kept, weights_written, scores_written_elsewhere, result_written_elsewhere,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("fn", LEFT_ALONE)
 def test_what_is_overwritten_or_seen_is_left_alone(fn: Callable[..., Any]) -> None:
     assert agree(fn, qkv(), fused=0)["declined"] == 1
 

@@ -8,7 +8,8 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from random_programs import CASTS, SUMS, Program, combined
+from random_operands import CASTS
+from random_programs import SUMS, Program, combined
 from torch import Tensor
 
 import fusecomp
