@@ -65,8 +65,14 @@ def own_operand(product: Node, spec: Contraction, x: Node, other: Node) -> Node:
     new = inline(min(n for n in readers if x in n.all_input_nodes), expanded, inputs)
     carry(x, new)
     for reader in readers:
-        reader.replace_input_with(x, new)
+        replace_first(reader, x, new)
     return new
+
+
+def replace_first(reader: Node, old: Node, new: Node) -> None:
+    """Let a node read another at the first place where it reads `old`, which may be both sides of a product."""
+    left = [new]
+    reader.args = torch.fx.map_arg(reader.args, lambda n: left.pop() if n is old and left else n)
 
 
 def broadcasts(product: Node, x: Node, other: Node) -> bool:

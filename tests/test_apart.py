@@ -105,6 +105,16 @@ def test_a_batch_that_the_product_broadcasts(reasons: list[str]) -> None:
     assert reasons == [""]
 
 
+def with_itself(x: Tensor) -> Tensor:
+    """One tensor on both sides of one call."""
+    return torch.einsum("bhqk,bhkd->bhqd", torch.einsum("bhqd,bhkd->bhqk", x, x).softmax(-1), x)
+
+
+def test_both_sides_of_a_call(reasons: list[str]) -> None:
+    compiled(with_itself, [torch.randn(2, 3, 7, 16, requires_grad=True)])
+    assert reasons == [""]
+
+
 def test_products_keep_their_dtype(reasons: list[str]) -> None:
     """Tensors of their own lie under the casts that lose nothing."""
     x, v = (torch.randn(2, 3, 7, 16, dtype=torch.bfloat16, requires_grad=True) for _ in range(2))
