@@ -111,6 +111,13 @@ def test_files_are_short(path: Path) -> None:
     assert len(path.read_text().splitlines()) <= limit
 
 
+@pytest.mark.parametrize("module", FLOORS)
+def test_the_floor_plan_says_where_a_module_is(module: str) -> None:
+    rows = [r for r in (ROOT / "CONTRIBUTING.md").read_text().splitlines() if r.startswith(f"| {FLOORS[module]} ")]
+    name = module.rpartition(".")[2]
+    assert any(f"{name}.py`" in row or f"{name}/`" in row for row in rows)
+
+
 def test_functions_are_short() -> None:
     functions = [n for path in sources().values() for n in ast.walk(tree(path)) if isinstance(n, ast.FunctionDef)]
     lengths = [(n.end_lineno or n.lineno) - n.lineno + 1 for n in functions]
