@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import operator
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.fx import GraphModule, Node
+from torch.fx import Graph, GraphModule, Node
 
 from fusecomp.codegen.logsumexp import saved
 from fusecomp.codegen.source import KernelSource
@@ -30,45 +31,59 @@ def substitute(
     `operation`: "attention", "attention_recomputed" or "attention_and_lse", as `running.operator` says. `source`: of a
     generated kernel.
     """
-    graph, region, output = module.graph, match.region, match.output
-    lengths: dict[tuple[Node, int], Any] = {}
+    graph, region, output, saves = module.graph, match.region, match.output, operation == "attention_and_lse"
     with graph.inserting_before(match.place):
-        tensors = [on_device(n, output) for n in match.inputs]
-        if match.learned:
-            tensors = [kept(n, match.place) for n in tensors]
-
-        def length(source: SizeSource) -> Any:
-            if not isinstance(source, tuple):
-                return source
-            if source not in lengths:
-                lengths[source] = length_node(source)
-            return lengths[source]
-
+        length = Lengths()
         shape = [length(s) for s in match.out_shape]
-        sizes = [length(match.sizes[s]) for s in region.sizes]
-        if source is not None and source.plan.visits == "table":
-            tensors.append(table_node(match.place, source, tensors, lambda name: length(match.sizes[name])))
-        dtype = getattr(torch, region.out_dtype)
-        rows = [length(match.sizes[v.name.upper()]) for v in region.batch] + [length(match.sizes["M"]), *saved(region)]
-        saves = operation == "attention_and_lse"
-        args = (sizes, shape, list(region.out_order), *([rows] if saves else []), dtype, key)
-        call = fixed(*args) if operation == "attention" else None
-        target = getattr(torch.ops.fusecomp, operation if call is None else f"{operation}_fixed")
-        called = graph.call_function(target.default, (tensors, *(args if call is None else (call,))))
-        node = graph.call_function(operator.getitem, (called, 0)) if saves else called
-        described(node, output, shape, region.out_order)
+        sizes = {name: length(s) for name, s in match.sizes.items()}
+        rows = [*(sizes[v.name.upper()] for v in region.batch), sizes["M"], *saved(region)]
+        args = ([sizes[name] for name in region.sizes], shape, list(region.out_order), *([rows] if saves else []),
+                getattr(torch, region.out_dtype), key)  # fmt: skip
+        called = call(graph, operation, operands(match, source, sizes), args)
+        new = graph.call_function(operator.getitem, (called, 0)) if saves else called
+        described(new, output, shape, region.out_order)
         if match.sums:
             lse = graph.call_function(operator.getitem, (called, 1))
             described(lse, output, rows, tuple(range(len(rows))), torch.float32)
             put_sums(match, lse)
-        new = node
         if len(shape) > output.meta["val"].dim():  # the query axis that O itself does not have
-            new = graph.call_function(torch.ops.aten.squeeze.dim, (node, len(shape) - 1))
+            new = graph.call_function(torch.ops.aten.squeeze.dim, (new, len(shape) - 1))
             described(new, output)
         if saves and match.learned and overwritten(output, match.place):
             new = copied(new)
     take_place(match, new)
     return new
+
+
+def operands(match: Match, source: KernelSource | None, sizes: Mapping[str, Any]) -> list[Node]:
+    """The tensors that the kernel reads, its table of tiles included."""
+    tensors = [on_device(n, match.output) for n in match.inputs]
+    if match.learned:
+        tensors = [kept(n, match.place) for n in tensors]
+    if source is not None and source.plan.visits == "table":
+        tensors.append(table_node(match.place, source, tensors, sizes.__getitem__))
+    return tensors
+
+
+def call(graph: Graph, operation: str, tensors: list[Node], args: tuple[Any, ...]) -> Node:
+    """The operator, of lengths that never change where that is so."""
+    known = fixed(*args) if operation == "attention" else None
+    target = getattr(torch.ops.fusecomp, operation if known is None else f"{operation}_fixed")
+    return graph.call_function(target.default, (tensors, *(args if known is None else (known,))))
+
+
+class Lengths:
+    """The nodes and numbers that lengths are; each is read once."""
+
+    def __init__(self) -> None:
+        self.read: dict[tuple[Node, int], Any] = {}
+
+    def __call__(self, source: SizeSource) -> Any:
+        if not isinstance(source, tuple):
+            return source
+        if source not in self.read:
+            self.read[source] = length_node(source)
+        return self.read[source]
 
 
 def kept(node: Node, place: Node) -> Node:
