@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -25,42 +26,55 @@ def run_original(
     of integers are made as written, in bfloat16 with a gap between 256 and 258. A tensor off the path lends only its
     shape; it stands as zeros.
     """
-    env: dict[Node, Any] = {n: _as(x, dtype) for n, x in zip(match.inputs, inputs, strict=True)}
-    device = inputs[0].device
+    env = {n: _as(x, dtype) for n, x in zip(match.inputs, inputs, strict=True)}
+    found: Tensor = Run(match, dtype, inputs[0].device, env).value(result or match.output)
+    return found
 
-    def value(node: Node) -> Any:
-        if node not in env:
-            env[node] = call(node) if computed(node) else _as(constant(node), dtype)
-            if env[node] is None:
-                env[node] = stand_in(node.meta.get("val"), dtype, device)
-        return env[node]
 
-    def computed(node: Node) -> bool:
+@dataclass(frozen=True)
+class Run:
+    """The path of one attention, node by node."""
+
+    match: Match
+    dtype: torch.dtype | None
+    device: torch.device
+    env: dict[Node, Any]
+    """The value of each node that is known."""
+
+    def value(self, result: Node) -> Any:
+        """The value of a node, after those above it: not recursively, as a path may be deeper than Python's stack."""
+        stack = [result]
+        while stack:
+            node = stack[-1]
+            if node in self.env:
+                stack.pop()
+            elif not self.computed(node):
+                self.env[node] = self.given(node)
+            elif waiting := [n for n in node.all_input_nodes if n not in self.env]:
+                stack += waiting
+            else:
+                self.env[node] = self.call(node)
+        return self.env[result]
+
+    def computed(self, node: Node) -> bool:
         val = node.meta.get("val")
-        on_path = node in match.path or isinstance(val, list | tuple)
+        on_path = node in self.match.path or isinstance(val, list | tuple)
         return on_path and node.op == "call_function" and not fixed(val)
 
-    def call(node: Node) -> Any:
-        args = torch.fx.map_arg(node.args, value)
-        kwargs = torch.fx.map_arg(node.kwargs, value)
-        if dtype is None and op_name(node) in MIXED:
+    def given(self, node: Node) -> Any:
+        """What a node off the path lends."""
+        known = _as(constant(node), self.dtype)
+        return stand_in(node.meta.get("val"), self.dtype, self.device) if known is None else known
+
+    def call(self, node: Node) -> Any:
+        args, kwargs = torch.fx.map_arg((node.args, node.kwargs), self.env.__getitem__)
+        if self.dtype is None and op_name(node) in MIXED:
             args = _in_dtype(args, node.meta["val"].dtype)
         if op_name(node) == "detach_":
             return args[0].detach()
-        if dtype is not None and not any(map(floating, torch.utils._pytree.tree_leaves((args, kwargs)))):
-            return _as(node.target(*args, **kwargs), dtype)  # type: ignore[operator]
-        return node.target(*_retyped(args, dtype, node), **_retyped(kwargs, dtype, node))  # type: ignore[operator]
-
-    result = result or match.output
-    stack = [result]
-    while stack:  # evaluated iteratively: a path may be deeper than Python's stack
-        node = stack[-1]
-        waiting = [n for n in node.all_input_nodes if n not in env and computed(n)] if computed(node) else []
-        if waiting and node not in env:
-            stack += waiting
-        else:
-            value(stack.pop())
-    return env[result]
+        if self.dtype is not None and not any(map(floating, torch.utils._pytree.tree_leaves((args, kwargs)))):
+            return _as(node.target(*args, **kwargs), self.dtype)  # type: ignore[operator]
+        return node.target(*_retyped(args, self.dtype, node), **_retyped(kwargs, self.dtype, node))  # type: ignore[operator]
 
 
 MIXED = {*READERS, "softmax", "log_softmax"}
