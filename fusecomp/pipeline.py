@@ -90,19 +90,13 @@ def compile_match(module: GraphModule, match: Match, options: Options) -> Entry:
     """Plan, emit, load, verify and substitute one attention. What goes wrong leaves eager in place."""
     region, sizes = match.region, seen_sizes(match)
     base = Entry(0, "fallback", region.origin, region.source, region, sizes)
-    if options.lowering == "off":
-        return replace(base, status="declined", reason="the option lowering is off")
-    if (what := foreign(match)) is not None:
-        return replace(base, status="declined", reason=f"there is no kernel for {what}")
+    if why := refused(match, options):
+        return replace(base, status="declined", reason=why)
     if options.empty_rows == "zero":
         match = replace(match, region=replace(region, empty_row="zero"))
     try:
-        if loses_gradient(match):
-            return replace(base, status="declined", reason=LOST)
-        if handed(match, sizes, options):
-            taken = handed_over(match, sizes, options, base)
-            if taken is not None:
-                return taken
+        if handed(match, sizes, options) and (taken := handed_over(match, sizes, options, base)):
+            return taken
         if why := faster_apart(match, sizes, options):
             return replace(base, status="declined", reason=why, advice=FUSE)
         match, lowered = trainable(module, match, sizes, options)
@@ -112,8 +106,6 @@ def compile_match(module: GraphModule, match: Match, options: Options) -> Entry:
         base = described(base, lowered)
         lowered, verdict = judged(match, lowered, sizes, options)
         base = described(base, lowered)
-    except FusecompError as error:
-        return fallen_back(base, f"{type(error).__name__}: {error}", options)
     except Exception as error:  # a compiler error of any kind must not cost the user's result
         log.debug("fusecomp failed at %s", region.origin, exc_info=True)
         return fallen_back(base, f"{type(error).__name__}: {error}", options)
@@ -171,6 +163,15 @@ def operation_for(match: Match, lowered: Lowered) -> str:
     if not records(match.output):
         return "attention"
     return "attention_recomputed" if lowered.backward is None else "attention_and_lse"
+
+
+def refused(match: Match, options: Options) -> str:
+    """Why no kernel is made, whatever it would cost; empty where one is."""
+    if options.lowering == "off":
+        return "the option lowering is off"
+    if (what := foreign(match)) is not None:
+        return f"there is no kernel for {what}"
+    return LOST if loses_gradient(match) else ""
 
 
 def foreign(match: Match) -> str | None:
