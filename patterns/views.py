@@ -46,7 +46,29 @@ def unravel(index: Index, outer: tuple[Expr, ...], inner: tuple[Expr, ...]) -> I
     for place, size in reversed(list(enumerate(inner))):
         found.append(ZERO if size == const(1) else flat if place == first else apply("mod", flat, size))
         flat = apply("floordiv", flat, size)
-    return tuple(reversed(found))
+    return tuple(kept(list(reversed(found)), index, outer, inner))
+
+
+def kept(found: list[Expr], index: Index, outer: tuple[Expr, ...], inner: tuple[Expr, ...]) -> list[Expr]:
+    """An axis of length 1 keeps the name of its index, though that is 0, where axes of length 1 alone came or went."""
+    if [n for n in outer if n != ONE] != [n for n in inner if n != ONE]:
+        return found
+    for before, after in zip(runs_of_ones(outer), runs_of_ones(inner), strict=True):
+        named = [index[place] for place in before if index[place] != ZERO]
+        for place, name in zip(after, named, strict=False):
+            found[place] = name
+    return found
+
+
+def runs_of_ones(lengths: tuple[Expr, ...]) -> list[list[int]]:
+    """The places of axes of length 1 before each longer axis, and behind the last."""
+    runs: list[list[int]] = [[]]
+    for place, size in enumerate(lengths):
+        if size == ONE:
+            runs[-1].append(place)
+        else:
+            runs.append([])
+    return runs
 
 
 @rule("transpose", "permute", "t", "numpy_T", "mT", "matrix_H", "movedim", "moveaxis", "swapaxes", "swapdims",
