@@ -29,7 +29,7 @@ ALLOCATED = {
     "REG_DOT": 12.8,  # operands of a float32 product of 64 terms, for each pair of a thread that multiplies by itself
     "REG_LOAD": 25,  # where something is read for each pair: its address, the layout that it arrives in
     "REG_LOADED": 0.75,  # such a pair's bias or mask
-    "REG_DRAW": 45,  # where weights are dropped: the generator's state, what is kept of a tile
+    "REG_DRAW": 90,  # where weights are dropped: the generator's state, what is kept of a tile
     "REG_VECTOR": 1.67,  # one 64-bit address for each 16 bytes that a thread loads of K and V, some shared
     "SMEM_RESERVED": 1024,  # B: what the driver takes of each program
 }
