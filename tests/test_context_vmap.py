@@ -9,6 +9,7 @@ import pytest
 import torch
 from agreement import INF, agree, attend, compiled, reasons
 from torch import Tensor, nn, vmap
+from torch.nn.functional import scaled_dot_product_attention as sdpa
 
 import fusecomp
 
@@ -202,10 +203,25 @@ def test_derivatives_inside_the_graph_are_declined(fn: Callable[..., Any]) -> No
     assert "differentiates inside the graph" in reasons(fn, args)[0]
 
 
-def test_what_a_level_would_take_apart_is_declined() -> None:
-    args = draw(2, 3)
-    assert agree(vmap(nn.functional.scaled_dot_product_attention), args, fused=0)["declined"] == 1
-    assert "write the batch axis out" in reasons(vmap(nn.functional.scaled_dot_product_attention), args)[0]
+CALLS: dict[str, Callable[..., Tensor]] = {
+    "plain": sdpa,
+    "causal": lambda q, k, v: sdpa(q, k, v, is_causal=True),
+    "scale and keywords": lambda q, k, v: sdpa(query=q, key=k, value=v, scale=0.5),
+    "a mask": lambda q, k, v: sdpa(q, k, v, attn_mask=torch.ones(13, 21, dtype=torch.bool).tril(4)),
+    "a bias": lambda q, k, v: sdpa(q, k, v, torch.linspace(0, 1, 13 * 21).view(13, 21)),
+    "a mask made of the keys": lambda q, k, v: sdpa(q, k, v, attn_mask=k[..., 0].gt(-1)[..., None, :]),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_a_call_under_a_level_is_what_it_means(name: str) -> None:
+    agree(vmap(CALLS[name]), draw(2, 3))
+    agree(vmap(CALLS[name]), [x.requires_grad_() for x in draw(2, 3)], train=True)
+
+
+def test_a_call_with_dropout_under_a_level_is_declined() -> None:
+    fn = vmap(lambda q, k, v: sdpa(q, k, v, dropout_p=0.1), randomness="different")
+    assert "with dropout stands under torch.vmap; write the batch axis out" in reasons(fn, draw(2, 3))[0]
 
 
 def test_levels_are_closed_when_a_trace_fails(monkeypatch: pytest.MonkeyPatch) -> None:

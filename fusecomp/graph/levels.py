@@ -9,7 +9,7 @@ trace of its own, levels and all: PyTorch's own batching rules leave ATen operat
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -20,6 +20,7 @@ from torch.fx import Graph, GraphModule, Interpreter, Node
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
 
 from fusecomp.errors import CaptureError
+from fusecomp.graph import sdpa
 from fusecomp.graph.facts import copy_of, recorded_value
 from fusecomp.graph.learning import DETACHING
 from fusecomp.graph.modes import Modes, in_their_modes
@@ -28,8 +29,6 @@ OPENS, CLOSES = "_vmap_increment_nesting", "_vmap_decrement_nesting"
 DIFFERENTIATES = ("_grad_increment_nesting", "_jvp_increment_nesting")
 LEVEL = {"_add_batch_dim": 2, "_remove_batch_dim": 1}
 """Calls that name a level, and which argument does."""
-WHOLE = ("scaled_dot_product_attention",)
-"""Calls that a level would take apart into kernels that have no gradient of their own."""
 DERIVATIVE = "torch.func (grad, vjp, jvp) differentiates inside the graph, where the weights are read once more"
 
 
@@ -42,14 +41,14 @@ class Levels(Interpreter):
 
     def run_node(self, n: Node) -> Any:
         name = callee(n)
-        if isinstance(n.target, torch._ops.HigherOrderOperator) or name in WHOLE:
+        if isinstance(n.target, torch._ops.HigherOrderOperator):
             raise CaptureError(f"{name} stands under torch.vmap; write the batch axis out")
         if name in LEVEL and n.args[LEVEL[name]] > (functorch.maybe_current_level() or 0):
             raise CaptureError(f"{name} names a level of torch.vmap that is not open")
         detaches = name in DETACHING or n.target in DETACHING
         if detaches:
             self.record_gradients(False)  # some batching rules of detach leave an alias, through which gradients flow
-        result = super().run_node(n)
+        result = defined(*self.fetch_args_kwargs_from_env(n)) if name == sdpa.CALL else super().run_node(n)
         if detaches or n.target is torch._C._set_grad_enabled:
             self.record_gradients(torch.is_grad_enabled())
         return result
@@ -59,6 +58,17 @@ class Levels(Interpreter):
         mode = get_proxy_mode()
         if mode is not None:
             mode.tracer.create_proxy("call_function", torch._C._set_grad_enabled, (whether,), {})
+
+
+def defined(args: Sequence[Any], kwargs: Mapping[str, Any]) -> torch.Tensor:
+    """What a call of scaled_dot_product_attention means: a level would take it apart into kernels that have no gradient
+    of their own. Raises CaptureError where the meaning is PyTorch's kernel's, or draws a number for each sample."""
+    how, mask = sdpa.How.of(args, kwargs), sdpa.mask_of(args, kwargs)
+    if how.p or (how.causal and mask is not None):
+        what = "dropout" if how.p else "both a mask and is_causal"
+        raise CaptureError(f"{sdpa.CALL} with {what} stands under torch.vmap; write the batch axis out")
+    q, k, v = (sdpa.said(args, kwargs, place, name) for place, name in enumerate(("query", "key", "value")))
+    return sdpa.definition(how, q, k, v, mask)
 
 
 def written_out(gm: GraphModule) -> GraphModule:
