@@ -5,26 +5,14 @@ from __future__ import annotations
 from fusecomp.codegen.backward_frame import roles
 from fusecomp.codegen.logsumexp import saved
 from fusecomp.codegen.sample import sample
-from fusecomp.codegen.selfcheck import INTERPRETED, ON_GPU, dense
+from fusecomp.codegen.selfcheck import INTERPRETED, ON_GPU, REFERENCE, dense
 from fusecomp.codegen.skeletons import fill
 from fusecomp.codegen.wrap import wrapped_lines
 from fusecomp.ir.region import AttentionRegion
 
-BACKWARD_SELFCHECK = '''\
-«random»
-def reference(tensors, sizes):
-    """The same attention, dense, in float32 PyTorch: (O, log sum exp(S))."""
-    «unpack»
-    «indices»
-
-    «products»
-    «score»
-
-    «softmax»
-    «output»
-
-
-def main():
+BACKWARD_SELFCHECK = (
+    REFERENCE
+    + '''def main():
     """Compare the kernels with autograd of `reference` on random inputs. «where»"""
     torch.manual_seed(0)
     torch.set_default_device("cuda" if torch.cuda.is_available() else "cpu")
@@ -36,7 +24,7 @@ def main():
     out, lse = reference(tensors, sizes)
     grad_out = torch.randn(out.shape).to(torch.«out_dtype»)
     «grad_lse»
-    expected = torch.autograd.grad(«results», learned, «given»)
+    expected = torch.autograd.grad(«differentiated», learned, «given»)
     tensors = [t.detach() for t in tensors]
     grads = [torch.empty_like(t) if i in «places» else None for i, t in enumerate(tensors)]
     out, lse = out.detach().to(torch.«out_dtype»), lse.detach().contiguous()
@@ -49,6 +37,7 @@ def main():
 if __name__ == "__main__":
     main()
 '''
+)
 
 
 def backward_selfcheck(region: AttentionRegion, learned: frozenset[str] = frozenset()) -> list[str]:
@@ -66,9 +55,10 @@ def backward_selfcheck(region: AttentionRegion, learned: frozenset[str] = frozen
     total = "lse.sum(-1)" if saved(region) else "lse"
     holes = {
         **parts,
+        "results": ": (O, log sum exp(S))",
         "grad_lse": [f"grad_lse = torch.randn(lse.shape[:{len(region.batch) + 1}])"] if region.lse else [],
         "grad_lse_argument": "grad_lse, " if region.lse else "",
-        "results": f"[out, {total}]" if region.lse else "out",
+        "differentiated": f"[out, {total}]" if region.lse else "out",
         "given": "[grad_out.float(), grad_lse]" if region.lse else "grad_out.float()",
         "output": [*values, *lse.splitlines(), f"{result}, lse"],
         "where": INTERPRETED if "bfloat16" not in narrow else ON_GPU,

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from fusecomp.codegen.backward_frame import GradientFrame
 from fusecomp.codegen.backward_table import table_row
+from fusecomp.codegen.bounds import chain, in_int32
 from fusecomp.codegen.printer import triton_text
-from fusecomp.ir.expr import Expr, Load, Var, parts
+from fusecomp.ir.expr import Expr, Var
 from fusecomp.ir.poly import is_natural
 from fusecomp.ir.ranges import Bound
 
@@ -24,15 +25,15 @@ def query_range(frame: GradientFrame) -> Lines:
     if found.lower:
         edges = [_edge(frame, x, greatest=False) for x in found.lower]
         natural = any(is_natural(_extreme(frame, x, greatest=False)) for x in found.lower)
-        least = _chain("maximum", edges if natural else [*edges, "0"])
+        least = chain("maximum", edges if natural else [*edges, "0"])
         lines.append(f"q_begin = {_int32(frame, least, found.lower)} // BLOCK_M * BLOCK_M")
     if found.upper:
-        lines.append(f"q_end = {_int32(frame, _chain('minimum', [*upper, size]), found.upper)}")
+        lines.append(f"q_end = {_int32(frame, chain('minimum', [*upper, size]), found.upper)}")
     begin, end = begin_name(frame), end_name(frame)
     if found.lower:
-        most = _chain("maximum", [*(_edge(frame, x, greatest=True) for x in found.lower), begin])
+        most = chain("maximum", [*(_edge(frame, x, greatest=True) for x in found.lower), begin])
         lines.append(f"full_begin = tl.cdiv({_int32(frame, most, found.lower)}, BLOCK_M) * BLOCK_M")
-    ends = _int32(frame, _chain("minimum", [*(_edge(frame, x, greatest=False) for x in found.upper), end]), found.upper)
+    ends = _int32(frame, chain("minimum", [*(_edge(frame, x, greatest=False) for x in found.upper), end]), found.upper)
     if found.lower or found.upper:
         ends = f"tl.maximum({ends}, {full_begin(frame)})"
     return [*lines, f"full_end = {ends} // BLOCK_M * BLOCK_M"]
@@ -73,19 +74,5 @@ def _extreme(frame: GradientFrame, bound: Bound, greatest: bool) -> Expr:
     return (bound.greatest if greatest else bound.least)(first, last, frame.kv_idx)
 
 
-def _chain(op: str, texts: list[str]) -> str:
-    total = texts[0]
-    for body in texts[1:]:
-        total = f"tl.{op}({total}, {body})"
-    return total
-
-
 def _int32(frame: GradientFrame, body: str, bounds: tuple[Bound, ...]) -> str:
-    """Query positions are int32; a bound read from an int64 tensor, or computed from a batch index, is not."""
-    axes = {v.name for v in (*frame.region.batch, *frame.key_axes)}
-    wide = any(
-        (isinstance(x, Load) and x.dtype == "int64") or (isinstance(x, Var) and x.name in axes)
-        for bound in bounds
-        for x in parts(bound.edge)
-    )
-    return f"tl.cast({body}, tl.int32)" if wide else body
+    return in_int32(body, bounds, {v.name for v in (*frame.region.batch, *frame.key_axes)})

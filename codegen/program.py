@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from fusecomp.codegen.base2 import LOG2E, Exponent, scaled
+from fusecomp.codegen.bounds import chain, in_int32
 from fusecomp.codegen.frame import Frame
 from fusecomp.codegen.memory import output_address, row_base, row_offsets
 from fusecomp.codegen.philox import fours
 from fusecomp.codegen.printer import triton_dtype, triton_text
 from fusecomp.codegen.turns import WHY, moves_alone, tile_of_turn
-from fusecomp.ir.expr import Expr, Load, Var, parts
+from fusecomp.ir.expr import Expr, Var
 from fusecomp.ir.poly import is_natural
 from fusecomp.ir.ranges import Bound
 
@@ -104,10 +105,10 @@ def full_range(frame: Frame) -> Lines:
     lines = []
     if begin != "0":
         edges = [_edge(frame, x, greatest=True) for x in found.lower]
-        first = _int32(frame, _chain("maximum", [*edges, begin]), found.lower)
+        first = _int32(frame, chain("maximum", [*edges, begin]), found.lower)
         lines.append(f"full_begin = tl.cdiv({first}, BLOCK_N) * BLOCK_N")
     sloped = tuple(x for x in found.upper if x.slope)
-    last = _int32(frame, _chain("minimum", [*(_edge(frame, x, greatest=False) for x in sloped), frame.k_end]), sloped)
+    last = _int32(frame, chain("minimum", [*(_edge(frame, x, greatest=False) for x in sloped), frame.k_end]), sloped)
     if begin != "0":
         last = f"tl.maximum({last}, full_begin)"
     elif not all(_natural(frame, x, greatest=False) for x in found.upper):
@@ -142,14 +143,14 @@ def _begin(frame: Frame) -> Lines:
     edges = [_edge(frame, x, greatest=False) for x in frame.reach.lower]
     if not edges:
         return ["k_begin = 0"]
-    least = _int32(frame, _chain("maximum", [*edges, "0"]), frame.reach.lower)
+    least = _int32(frame, chain("maximum", [*edges, "0"]), frame.reach.lower)
     return [f"k_begin = {least} // BLOCK_N * BLOCK_N"]
 
 
 def _end(frame: Frame) -> Lines:
     size = triton_text(frame.kv_idx.size, frame.names)
     edges = [_edge(frame, x, greatest=True) for x in frame.reach.upper]
-    return [f"k_end = {_int32(frame, _chain('minimum', [*edges, size]), frame.reach.upper)}"]
+    return [f"k_end = {_int32(frame, chain('minimum', [*edges, size]), frame.reach.upper)}"]
 
 
 def _ends(frame: Frame) -> tuple[Var, Var]:
@@ -165,26 +166,12 @@ def _extreme(frame: Frame, bound: Bound, greatest: bool) -> Expr:
     return (bound.greatest if greatest else bound.least)(first, last, frame.q_idx)
 
 
+def _int32(frame: Frame, body: str, bounds: tuple[Bound, ...]) -> str:
+    return in_int32(body, bounds, frame.batch_names)
+
+
 def _natural(frame: Frame, bound: Bound, greatest: bool) -> bool:
     return is_natural(_extreme(frame, bound, greatest))
-
-
-def _chain(op: str, texts: list[str]) -> str:
-    """tl.minimum(tl.minimum(a, b), c)."""
-    total = texts[0]
-    for body in texts[1:]:
-        total = f"tl.{op}({total}, {body})"
-    return total
-
-
-def _int32(frame: Frame, body: str, bounds: tuple[Bound, ...]) -> str:
-    """Key positions are int32; a bound read from an int64 tensor, or computed from a batch index, is not."""
-    wide = any(
-        (isinstance(x, Load) and x.dtype == "int64") or (isinstance(x, Var) and x.name in frame.batch_names)
-        for bound in bounds
-        for x in parts(bound.edge)
-    )
-    return f"tl.cast({body}, tl.int32)" if wide else body
 
 
 # ----------------------------------------------------------------------------------------------------------------

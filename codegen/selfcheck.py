@@ -21,10 +21,10 @@ Lines = list[str]
 INTERPRETED = "Without a GPU, set TRITON_INTERPRET=1."
 ON_GPU = "Needs a GPU: the interpreter has no bfloat16."
 
-SELFCHECK = '''\
+REFERENCE = '''\
 «random»
 def reference(tensors, sizes):
-    """The same attention, dense, in float32 PyTorch."""
+    """The same attention, dense, in float32 PyTorch«results»."""
     «unpack»
     «indices»
 
@@ -35,7 +35,10 @@ def reference(tensors, sizes):
     «output»
 
 
-def main():
+'''
+SELFCHECK = (
+    REFERENCE
+    + '''def main():
     """Compare the kernel with `reference` on random inputs. «where»"""
     torch.manual_seed(0)
     torch.set_default_device("cuda" if torch.cuda.is_available() else "cpu")
@@ -56,6 +59,7 @@ def main():
 if __name__ == "__main__":
     main()
 '''
+)
 
 
 @dataclass(frozen=True)
@@ -92,6 +96,7 @@ def selfcheck(region: AttentionRegion, saves_lse: bool = False, visits: Visits |
     narrow = {region.out_dtype, region.pv_dtype, *(p.dtype for p in region.products)} - {"float32"}
     holes = {
         **dense(region),
+        "results": "",
         "lse": [sample_lse(region, dict(found.sizes))] if saves_lse else [],
         "lse_argument": ", lse" if saves_lse else "",
         "blocks": visits.blocks(region) if visits else [],

@@ -84,11 +84,11 @@ def check(case: Any, result: Any, heard: list[Entry]) -> None:
     """Right, fused as often as expected, or declined with the reason expected and a line of the program."""
     assert result.verdict == "right", f"{result.detail}: error {result.error:.1e} of {result.budget:.1e}"
     if case.expect == "fuse":
-        assert result.fused >= getattr(case, "count", 1)
+        assert result.fused >= case.count
     if case.expect == "decline":
         assert result.fused == 0
-    if reason := getattr(case, "reason", ""):
-        assert any(reason in e.reason for e in heard), [e.reason for e in heard]
+    if case.reason:
+        assert any(case.reason in e.reason for e in heard), [e.reason for e in heard]
         assert all(e.where and e.source for e in heard)
 
 
@@ -132,7 +132,7 @@ def test_case_is_right_in_every_setting(case: Any, setting: tuple[str, ...]) -> 
             result = score.score(case, score_name(case, which), options(*setting, "--sizes", "1"))
         assert result.verdict == "right", result.detail
         if case.expect == "fuse":
-            left = case.name in LOST or "left to eager" in getattr(case, "note", "")
+            left = case.name in LOST or "left to eager" in case.note
             unknown = case.name in PAGES_KNOWN and "--dynamic" in setting
             assert result.fused or unknown or (left and "--train" in setting and result.declined)
 

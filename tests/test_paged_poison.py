@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from corpus import paged, paged_fetched, paged_latent, paged_masked, paged_more, paged_served, paged_written
+from corpus.table import Case
 from kernels import Interpreter, tiles
 from paging import cache_of, filled, more, run
 from torch import Tensor
@@ -173,7 +174,7 @@ def unread(interpreter: Interpreter, skeleton: str, fn: Callable[..., Any], *arg
 
 @pytest.mark.parametrize("skeleton", ["prefill", "decode"])
 @pytest.mark.parametrize("case", FUSING)
-def test_nothing_past_the_end_is_read(interpreter: Interpreter, case: paged.Case, skeleton: str) -> None:
+def test_nothing_past_the_end_is_read(interpreter: Interpreter, case: Case, skeleton: str) -> None:
     unread(interpreter, skeleton, case.fn, *case.make_args(case.dtypes[0]))
 
 

@@ -84,6 +84,9 @@ class Table(list[Case]):
         super().__init__()
         self.draw = draw
 
+    def case(self, build: Callable[[Any], Sequence[Tensor]], expect: str = "fuse", **more: Any) -> Callable[..., Any]:
+        return self._entry(build, expect, **more)
+
     def fuse(self, build: Callable[[Any], Sequence[Tensor]] = qkv, **more: Any) -> Callable[..., Any]:
         return self._entry(build, "fuse", **more)
 
