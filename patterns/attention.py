@@ -191,6 +191,9 @@ def name_axes(spec: Contraction) -> dict[str, Var]:
     if len(spec.contracted) != 1:
         raise Decline("the product of weights and values sums over more than one axis",
                       advice="sum over the keys alone, and over the other axes afterwards")  # fmt: skip
+    if "." in spec.out_axes:
+        raise Decline("the product of weights and values keeps the axis that it sums over",
+                      advice="sum without keepdim, and unsqueeze the result")  # fmt: skip
     key = spec.contracted
     long = [a for a in spec.out_axes if a != "."]
     dv = [a for a in long if a in spec.right_axes and a not in spec.left_axes]

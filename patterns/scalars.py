@@ -12,6 +12,8 @@ from fusecomp.ir.expr import Apply, Const, Expr, Reduce, kind, parts
 from fusecomp.ir.poly import is_natural, poly, upper
 from fusecomp.patterns.masks import ABSORBING
 
+INF = float("inf")
+
 
 def real(e: Expr) -> Expr:
     """A truth value as 0 or 1, where arithmetic is done on it."""
@@ -167,7 +169,9 @@ def logaddexp(x: Expr, y: Expr) -> Expr:
 
 
 def nan_to_num(x: Expr, nan: Expr | None = None, top: Expr | None = None, low: Expr | None = None) -> Expr:
-    """NaN becomes `nan`, infinities the largest finite numbers"""
+    """NaN becomes `nan`, infinities `low` and `top`, or the finite numbers next to them, which a clamp gives too"""
     big = torch.finfo(torch.float32).max
-    inside = clamp(x, low or const(-big), top or const(big))
+    inside = clamp(x, None if low else const(-big), None if top else const(big))
+    for end, given in ((-INF, low), (INF, top)):
+        inside = apply("where", apply("eq", x, const(end)), given, inside) if given else inside
     return apply("where", apply("isnan", x), nan or const(0.0), inside)

@@ -202,13 +202,18 @@ def largest(lift: Lift, node: Node, index: Index) -> Expr | None:
     return larger("max" if "max" in op_name(node) else "min", *(lift_argument(lift, node, x, index) for x in node.args))
 
 
+BYTES = 2
+"""Of the smallest float to which rounding is noise."""
+
+
 @rule("to", "_to_copy", "type_as", "float", "half", "bfloat16", "double", "long", "bool", "int",
       "_autocast_to_reduced_precision", "_autocast_to_full_precision")  # fmt: skip
 def casted(lift: Lift, node: Node, index: Index) -> Expr:
-    """The same value in another dtype. Kernels compute scores in float32, so roundings between float types drop out."""
+    """The same value in another dtype. Kernels compute scores in float32, so roundings between float types drop out;
+    to a few bits they are meant, and no scores are rounded so."""
     e = lift.lift(node.args[0], index)
-    if dtype_kind(dtype(node)) == "int" and lift.holds_score(e):
-        raise Decline(f"scores are rounded to {dtype(node)}", node, "keep them in a floating-point dtype")
+    if (dtype_kind(dtype(node)) == "int" or value(node).dtype.itemsize < BYTES) and lift.holds_score(e):
+        raise Decline(f"scores are rounded to {dtype(node)}", node, "keep them in a floating-point dtype of 16 bits")
     return retyped(e, dtype(node))
 
 

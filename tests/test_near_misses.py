@@ -120,6 +120,33 @@ def normalize(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return F.normalize(e, p=1.0, dim=-1) @ v
 
 
+@near_miss(
+    "scores are rounded to float8_e4m3fn", "coarse = scores(q, k).to(torch.float8_e4m3fn)",
+    "keep them in a floating-point dtype of 16 bits",
+)  # fmt: skip
+def scores_of_eight_bits(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    coarse = scores(q, k).to(torch.float8_e4m3fn)
+    return coarse.to(q.dtype).softmax(-1) @ v
+
+
+@near_miss(
+    "scores are rounded to float8_e5m2", "p = scores(q, k).softmax(-1).to(torch.float8_e5m2)",
+    "keep them in a floating-point dtype of 16 bits",
+)  # fmt: skip
+def weights_of_eight_bits(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    p = scores(q, k).softmax(-1).to(torch.float8_e5m2)
+    return p.to(q.dtype) @ v
+
+
+@near_miss(
+    "the product of weights and values keeps the axis that it sums over",
+    "p = scores(q, k).softmax(-1)", "sum without keepdim, and unsqueeze the result",
+)  # fmt: skip
+def summed_axis_kept(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    p = scores(q, k).softmax(-1)
+    return (p[..., None] * v[:, :, None]).sum(3, keepdim=True)
+
+
 @pytest.mark.parametrize(("fn", "reason", "line", "advice", "dtype"), CASES)
 def test_a_near_miss_is_told(
     fn: Callable[..., Any], reason: str, line: str, advice: str, dtype: torch.dtype

@@ -267,6 +267,12 @@ def least_float16_times_a_mask(q: Tensor, k: Tensor, v: Tensor, keep: Tensor) ->
     return (scores(q, k) - (1 - live) * -torch.finfo(q.dtype).min).softmax(-1) @ v
 
 
+@CASES.fuse(square, dtypes=FULL)
+def numbers_of_ones_own_for_infinities(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    s = scores(q, k).log().masked_fill(torch.ones(21, 21).triu(1).bool(), -INF)
+    return s.nan_to_num(-1.0, 0.5, -2.0).softmax(-1) @ v
+
+
 @CASES.decline(square, "scores are rounded to int32", dtypes=FULL)
 def scores_as_integers(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return (scores(q, k) * 4).to(torch.int32).to(q.dtype).softmax(-1) @ v
