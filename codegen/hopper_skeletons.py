@@ -72,7 +72,6 @@ def produce(given):
     turn = 0
     done = 0  # tiles of keys, of all tiles of queries before
     while tile < all_tiles:
-        next_tile = gl.atomic_add(counter_ptr, 1) + gl.num_programs(0)
         «program»
         «fixed»
         «counted»
@@ -106,8 +105,9 @@ def produce(given):
                 )
             «copy_pairs»
         done += blocks
+        # Not before: who has a long tile would hold its next one back from those who are done
+        tile = gl.atomic_add(counter_ptr, 1) + gl.num_programs(0)
         mbarrier.wait(next_taken.index(turn & 1), ((turn >> 1) & 1) ^ 1)
-        tile = next_tile
         q_start, head = place_of(tile, all_tiles, section«length»)
         hand(next_smem, (turn & 1) * 3, tile)
         hand(next_smem, (turn & 1) * 3 + 1, q_start)
