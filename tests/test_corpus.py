@@ -13,6 +13,7 @@ import pytest
 from corpus import (
     dense,
     extended,
+    families,
     functions,
     idioms,
     logsums,
@@ -28,6 +29,7 @@ from corpus import (
     paged_near_served,
     paged_near_writes,
     paged_served,
+    paged_shared,
     paged_written,
     score,
     spelled,
@@ -42,7 +44,7 @@ from fusecomp.report import Entry
 ROOT = Path(__file__).parent
 LONG = (
     dense, paged, paged_fetched, paged_masked, paged_more, paged_written, paged_served, paged_latent, paged_near,
-    paged_near_writes, paged_near_served,
+    paged_near_writes, paged_near_served, paged_shared, families,
 )  # fmt: skip
 TABLES = (*LONG, spelled, masked, packed, written, twins, idioms, logsums, extended, functions,
           normalised)  # fmt: skip
