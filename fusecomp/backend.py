@@ -22,6 +22,7 @@ from fusecomp.graph.modes import Modes, in_their_modes
 from fusecomp.pipeline import Compilation, compile_graph, unread
 from fusecomp.planning.device import current, live
 from fusecomp.report import Report
+from fusecomp.running.inductor import call_functions
 from fusecomp.settings import Options
 
 log = logging.getLogger(__name__)
@@ -60,6 +61,7 @@ def _inductor(mode: str | None) -> Callable[[GraphModule, Sequence[Any]], Callab
     from torch._inductor import list_mode_options
     from torch._inductor.compile_fx import compile_fx
 
+    call_functions()
     patches = dict(list_mode_options(mode)) if mode else {}
     return lambda gm, inputs: compile_fx(gm, list(inputs), config_patches=patches or None)
 

@@ -1,6 +1,8 @@
-"""What fusecomp adds to the time that a model takes to compile: a tiny Llama of many equal layers, both caches cold.
+"""What fusecomp adds to the time that a program takes to compile, a tiny Llama of many equal layers or one attention of
+`fusecomp bench`: both caches cold.
 
     python examples/bench/compile_time.py [OUT.json] [--device cuda] [--layers 32] [--attention eager] [--train]
+    python examples/bench/compile_time.py [OUT.json] --variant causal [--head-size 128] [--train]
 
 One JSON row: seconds of the whole first call, of fusecomp's own (its import, which PyTorch's own is not counted with;
 reading the graph, planning, generating, compiling and verifying kernels), of Inductor's, and fusecomp's share of
@@ -50,13 +52,35 @@ def llama(layers: int, attention: str) -> Any:
     return LlamaForCausalLM(config)
 
 
-def measure(layers: int, device: str, attention: str, train: bool, clock: str) -> dict[str, Any]:
+def of_llama(chosen: argparse.Namespace) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    """(logits of ids, ids)."""
+    import torch
+
+    model = llama(chosen.layers, chosen.attention).to(chosen.device).train(chosen.train)
+    return lambda ids: model(ids).logits, (torch.randint(0, 512, (2, 128), device=chosen.device),)
+
+
+def of_variant(chosen: argparse.Namespace) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    """(attention, its inputs)."""
+    import torch
+
+    from fusecomp.bench.cases import VARIANTS, Case, Shape
+    from fusecomp.bench.inputs import draw
+
+    shape = Shape(4, 16, 4096, chosen.head_size) if chosen.device == "cuda" else Shape(1, 2, 256, chosen.head_size)
+    case = Case(VARIANTS[chosen.variant], "backward" if chosen.train else "forward", shape)
+    return case.variant.fn, draw(case, torch.device(chosen.device)).all
+
+
+def measure(chosen: argparse.Namespace) -> dict[str, Any]:
     """Compile and run once; what it cost."""
     import torch
-    import triton  # noqa: F401 - Inductor has it too
+    import torch._dynamo
+    import triton
     from torch._inductor import compile_fx
 
-    now = CLOCKS[clock]
+    now, device, train = CLOCKS[chosen.clock], chosen.device, chosen.train
+    warm = any(Path(os.environ["FUSECOMP_CACHE_DIR"]).glob("verdicts/*"))
     start = now()
     import fusecomp
     from fusecomp import backend
@@ -64,22 +88,24 @@ def measure(layers: int, device: str, attention: str, train: bool, clock: str) -
 
     imported = now() - start
     torch.manual_seed(0)
-    model = llama(layers, attention).to(device).train(train)
-    ids = torch.randint(0, 512, (2, 128), device=device)
+    program, args = (of_variant if chosen.variant else of_llama)(chosen)
     own, inductor = Stopwatch(now, backend, "compile_graph"), Stopwatch(now, compile_fx, "compile_fx")
     with torch.set_grad_enabled(train):
-        model(ids)  # CUDA and cuBLAS start up here
-        compiled = torch.compile(model, backend="fusecomp")
+        program(*args)  # CUDA and cuBLAS start up here
+        compiled = torch.compile(program, backend="fusecomp")
         start = now()
-        logits = compiled(ids).logits
+        out = compiled(*args)
         if train:
-            logits.sum().backward()
+            out.sum().backward()
         if device == "cuda":
             torch.cuda.synchronize()
         whole = now() - start
+    what = {"variant": chosen.variant, "head_size": chosen.head_size} if chosen.variant else {
+        "layers": chosen.layers, "attention": chosen.attention}  # fmt: skip
     return {
-        "layers": layers, "device": torch.cuda.get_device_name() if device == "cuda" else platform.machine(),
-        "attention": attention, "train": train, "clock": clock, "torch": torch.__version__, "whole_s": round(whole, 2),
+        **what, "device": torch.cuda.get_device_name() if device == "cuda" else platform.machine(),
+        "train": train, "clock": chosen.clock, "torch": torch.__version__, "triton": triton.__version__,
+        "caches": "warm" if warm else "cold", "whole_s": round(whole, 2),
         "import_s": round(imported, 2), "fusecomp_s": round(own.seconds, 2), "inductor_s": round(inductor.seconds, 2),
         "share_of_inductor": round(own.seconds / inductor.seconds, 4),
         "share_of_the_rest": round(own.seconds / (whole - own.seconds), 4),
@@ -93,6 +119,8 @@ def main() -> None:
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--layers", type=int, default=32)
     parser.add_argument("--attention", choices=("eager", "sdpa"), default="eager")
+    parser.add_argument("--variant", help="of `fusecomp bench`, instead of a Llama")
+    parser.add_argument("--head-size", type=int, default=128)
     parser.add_argument("--train", action="store_true")
     parser.add_argument("--clock", choices=tuple(CLOCKS), default="wall")
     parser.add_argument("--caches", type=Path, help="a folder for fusecomp's and Triton's; else an empty one")
@@ -101,7 +129,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as empty:
         folder = str(chosen.caches or empty)
         os.environ |= {"FUSECOMP_CACHE_DIR": folder, "TRITON_CACHE_DIR": folder}
-        row = measure(chosen.layers, chosen.device, chosen.attention, chosen.train, chosen.clock)
+        row = measure(chosen)
     print(json.dumps(row, indent=1))
     if chosen.out:
         chosen.out.write_text(json.dumps([row], indent=1) + "\n")

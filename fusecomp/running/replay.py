@@ -71,7 +71,6 @@ class Made(NamedTuple):
     shape: tuple[int, ...]
     stride: tuple[int, ...]
     dtype: torch.dtype
-    zeros: bool
 
 
 class Descriptor(NamedTuple):
@@ -98,35 +97,35 @@ class Recording(NamedTuple):
 
     fits: Callable[..., bool]
     device: int
+    runtime: Any
+    """Triton's listeners to launches."""
+    stream: Callable[[int], int]
     empty: Callable[..., Tensor]
     made: tuple[Made, ...]
+    zeros: tuple[int, ...]
     descriptors: tuple[Descriptor, ...]
     launches: tuple[Run, ...]
-    results: tuple[int, ...]
     arranged: Callable[[list[Tensor]], Any]
 
     def possible(self) -> bool:
         """Whether its device is the current one, and nobody listens to launches."""
-        import triton
-
-        runtime = triton.knobs.runtime
-        heard = any(getattr(h, "calls", h) for h in (runtime.launch_enter_hook, runtime.launch_exit_hook))
+        enter, leave = self.runtime.launch_enter_hook, self.runtime.launch_exit_hook
+        heard = getattr(enter, "calls", enter) or getattr(leave, "calls", leave)
         return not heard and torch.cuda.current_device() == self.device
 
     def again(self, tensors: list[Tensor], pointers: list[int]) -> Any:
         """The same on other tensors, whose addresses are `pointers`."""
-        import triton
-
-        new = [self.empty(shape, stride, dtype) for shape, stride, dtype, _ in self.made]
+        empty = self.empty
+        new = [empty(shape, stride, dtype) for shape, stride, dtype in self.made]
         held, values = [*tensors, *new], [*pointers, *map(_pointer, new)]
-        for x, made in zip(new, self.made, strict=True):
-            if made.zeros:
-                x.zero_()
-        values += [described(held[of], cls, fields) for of, cls, fields in self.descriptors]
-        stream = triton.runtime.driver.active.get_current_stream(self.device)
+        for of in self.zeros:
+            held[of].zero_()
+        if self.descriptors:
+            values += [described(held[of], cls, fields) for of, cls, fields in self.descriptors]
+        stream = self.stream(self.device)
         for run, grid, kernel, pick, rest in self.launches:
             run(*grid, stream, *kernel, None, None, None, *pick(values), *rest)
-        return self.arranged([held[i] for i in self.results])
+        return self.arranged(held)
 
 
 def described(tensor: Tensor, cls: type, fields: dict[str, Any]) -> Any:
@@ -177,23 +176,38 @@ def recorded(
     tensors: list[Tensor], seen: Watch, launches: Sequence[Launched | None], results: Tensor | Sequence[Tensor]
 ) -> Recording | None:
     """What was done to the tensors; None where that is more than making some and launching kernels."""
+    import triton
+
     held, descriptors = [*tensors, *seen.made], list[Descriptor]()
     runs = [run_of(launch, held, descriptors) for launch in launches]
-    places = [place(x, held) for x in ([results] if isinstance(results, Tensor) else results)]
-    if not seen.sound or not runs or None in runs or None in places:
+    arranged = arrangement(results, held)
+    if not seen.sound or not runs or None in runs or arranged is None:
         return None
     device, guards = tensors[0].device, torch._C._dynamo.guards
     shapes, strides = [list(x.shape) for x in tensors], [list(x.stride()) for x in tensors]
     return Recording(
         guards.TensorGuards(*tensors, dynamic_dims_sizes=shapes, dynamic_dims_strides=strides).check,
         device.index,
+        triton.knobs.runtime,
+        triton.runtime.driver.active.get_current_stream,
         getattr(guards, DEVICES[device.type]),
-        tuple(Made(tuple(x.shape), x.stride(), x.dtype, i in seen.zeros) for i, x in enumerate(seen.made)),
+        tuple(Made(tuple(x.shape), x.stride(), x.dtype) for x in seen.made),
+        tuple(len(tensors) + i for i in sorted(seen.zeros)),
         tuple(descriptors),
         tuple(run for run in runs if run is not None),
-        tuple(i for i in places if i is not None),
-        itemgetter(0) if isinstance(results, Tensor) else type(results),
+        arranged,
     )
+
+
+def arrangement(results: Tensor | Sequence[Tensor], held: Sequence[Tensor]) -> Callable[[list[Tensor]], Any] | None:
+    """What picks the results among the tensors held; None where one is not there."""
+    places = [place(x, held) for x in ([results] if isinstance(results, Tensor) else results)]
+    if None in places:
+        return None
+    if isinstance(results, Tensor):
+        return itemgetter(*places)
+    kind = type(results)
+    return lambda found: kind(found[i] for i in places if i is not None)
 
 
 def run_of(launch: Launched | None, held: Sequence[Tensor], descriptors: list[Descriptor]) -> Run | None:

@@ -1,0 +1,124 @@
+"""Attention of one short sequence, where the host takes longer than the kernels: eager, Inductor and fusecomp in turn.
+
+    python examples/bench/small.py [OUT.json] [--names causal,ALiBi] [--lengths 128,512]
+
+Rows: microseconds of a call, and of a training step (forward, backward, gradients taken anew): the median of turns that
+alternate between the peers; of inference also by a CUDA graph, where the host takes no part. Each result is held
+against float64 before it is timed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from collections.abc import Callable
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+
+import fusecomp
+from fusecomp.bench.cases import Case
+from fusecomp.bench.inputs import Inputs, draw
+from fusecomp.bench.timing import launch
+from fusecomp.bench.variant import VARIANTS, Shape
+from fusecomp.running.verdict import FLOOR, relative
+
+TURNS, CALLS = 9, 100
+NAMES = "full,causal,soft cap,ALiBi,bias,window 256,documents,prefix,sinks"
+
+
+def step_of(case: Case, call: Callable[..., Any], x: Inputs) -> Callable[[], Any]:
+    """One call; of what learns with its gradients, taken anew."""
+
+    def learn() -> tuple[Any, ...]:
+        for t in (x.q, x.k, x.v):
+            t.grad = None
+        call(*x.all).backward(x.grad)
+        return x.q.grad, x.k.grad, x.v.grad
+
+    def infer() -> tuple[Any, ...]:
+        with torch.no_grad():
+            return (call(*x.all),)
+
+    return learn if case.learns else infer
+
+
+def microseconds(step: Callable[[], Any]) -> float:
+    """Of a call, of one turn."""
+    torch.cuda.synchronize()
+    begun = time.perf_counter()
+    for _ in range(CALLS):
+        step()
+    torch.cuda.synchronize()
+    return (time.perf_counter() - begun) / CALLS * 1e6
+
+
+def replayed(step: Callable[[], Any]) -> float:
+    """Of a call, without the host."""
+    made = launch([step], "graph")
+    return microseconds(made.go) / made.count
+
+
+def exact(case: Case, x: Inputs) -> tuple[Any, ...]:
+    own = [t.detach().double().requires_grad_(t.requires_grad) if t.is_floating_point() else t for t in x.all]
+    out = case.variant.fn(*own)
+    return torch.autograd.grad(out, own[:3], x.grad.double()) if case.learns and x.grad is not None else (out,)
+
+
+def measure(case: Case) -> dict[str, Any]:
+    """One row."""
+    torch._dynamo.reset()
+    fusecomp.reset()
+    x, fn = draw(case, torch.device("cuda")), case.variant.fn
+    calls = {"eager": fn, **{b: torch.compile(fn, backend=b, dynamic=False) for b in ("inductor", "fusecomp")}}
+    steps = {name: step_of(case, call, x) for name, call in calls.items()}
+    best = exact(case, x)
+    errors = {name: max(map(relative_to, step(), best)) for name, step in steps.items()}
+    assert errors["fusecomp"] <= max(4 * errors["eager"], 2 * FLOOR[case.dtype]), errors
+    for step in [*steps.values()] * 3:
+        step()
+    found: dict[str, list[float]] = {name: [] for name in steps}
+    for turn in range(TURNS):
+        for name in list(steps)[:: 1 if turn % 2 else -1]:
+            found[name].append(microseconds(steps[name]))
+    times = {name: round(statistics.median(own), 1) for name, own in found.items()}
+    graphs = {} if case.learns else {name: round(replayed(step), 2) for name, step in steps.items()}
+    return {
+        "case": case.name, "train": case.learns, "us": times, "graph_us": graphs,
+        "over_best_peer": round(times["fusecomp"] / min(times["eager"], times["inductor"]), 3),
+        "over_inductor": round(times["fusecomp"] / times["inductor"], 3), **fusecomp.counters(),
+    }  # fmt: skip
+
+
+def relative_to(got: Any, best: Any) -> float:
+    return relative(got.double(), best)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("out", nargs="?", type=Path)
+    parser.add_argument("--names", default=NAMES)
+    parser.add_argument("--lengths", default="128,512")
+    parser.add_argument("--modes", default="small,backward")
+    chosen = parser.parse_args()
+    rows = []
+    for mode in chosen.modes.split(","):
+        for name in chosen.names.split(","):
+            for n in map(int, chosen.lengths.split(",")):
+                rows.append(measure(Case(VARIANTS[name], mode, Shape(1, 8, n, 64))))
+                print(json.dumps(rows[-1]), flush=True)
+    about = {
+        "device": torch.cuda.get_device_name(), "torch": torch.__version__, "triton": triton.__version__,
+        "date": datetime.now(UTC).date().isoformat(), "command": "python examples/bench/small.py",
+    }  # fmt: skip
+    if chosen.out:
+        chosen.out.write_text(json.dumps({**about, "rows": rows}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

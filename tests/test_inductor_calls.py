@@ -1,0 +1,46 @@
+"""How Inductor's programs call the operators: as functions where lengths are fixed, with the same results."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import torch
+from torch import Tensor
+from torch._inductor.utils import run_and_get_code
+
+from fusecomp.running import inductor
+
+DIRECT, OPERATOR = "torch.ops.fusecomp.attend_fixed(", "torch.ops.fusecomp.attention_fixed.default("
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return (q @ k.mT).tanh().softmax(-1) @ v
+
+
+def compiled(dynamic: bool) -> str:
+    """The program, whose result is eager's."""
+    torch._dynamo.reset()
+    args = [torch.randn(2, 3, 20, 16) for _ in range(3)]
+    with torch.no_grad(), torch._inductor.config.patch(force_disable_caches=True):
+        found, (program, *_) = run_and_get_code(torch.compile(attend, backend="fusecomp", dynamic=dynamic), *args)
+    torch.testing.assert_close(found, attend(*args))
+    return str(program)
+
+
+def test_a_call_of_fixed_lengths_is_a_function_call() -> None:
+    program = compiled(dynamic=False)
+    assert DIRECT in program
+    assert OPERATOR not in program
+
+
+def test_other_lengths_go_through_the_operator() -> None:
+    program = compiled(dynamic=True)
+    assert DIRECT not in program
+    assert "torch.ops.fusecomp.attention.default(" in program
+
+
+def test_what_is_no_call_of_inductors_is_left_alone() -> None:
+    other = SimpleNamespace(python_kernel_name="its own", inputs=[])
+    for result in (3, SimpleNamespace(data=SimpleNamespace(data=other))):
+        assert inductor.called(lambda x: x, "another")(result) is result
+    assert other.python_kernel_name == "its own"
