@@ -16,7 +16,7 @@ through `algebra`, which folds constants and normalises index arithmetic.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 from fusecomp.ir.primitives import ATOM, PRIMITIVES, Primitive
@@ -27,7 +27,7 @@ class Expr:
     """A scalar. Equality is structural; the hash is computed once, since expressions share their parts."""
 
     def __post_init__(self) -> None:
-        key = (type(self), *(_exact(getattr(self, f.name)) for f in fields(self)))
+        key = (type(self), *(_exact(getattr(self, name)) for name in self.__match_args__))  # fields(self), sooner
         object.__setattr__(self, "_key", key)
         object.__setattr__(self, "_hash", hash(key))
 

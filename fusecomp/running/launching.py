@@ -21,7 +21,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from functools import partial, reduce
+from functools import lru_cache, partial, reduce
 from operator import attrgetter, itemgetter, methodcaller, or_
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -96,14 +96,15 @@ def quickened(module: ModuleType, text: str) -> ModuleType:
     return module
 
 
-def launched(text: str) -> set[str]:
+@lru_cache(maxsize=64)
+def launched(text: str) -> frozenset[str]:
     """The names that a file launches: f in f[grid](...)."""
     found = set()
     for node in ast.walk(ast.parse(text)):
         match node:
             case ast.Call(func=ast.Subscript(value=ast.Name(id=name))):
                 found.add(name)
-    return found
+    return frozenset(found)
 
 
 class Launches:
