@@ -57,6 +57,31 @@ def test_gradients_and_lengths(dynamic: bool) -> None:
             torch.testing.assert_close(a, b, atol=4e-2, rtol=4e-2)
 
 
+@pytest.mark.parametrize(("b", "h"), [(1, 3), (3, 1), (1, 1)])
+def test_batches_and_heads_of_one(b: int, h: int) -> None:
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return ((q @ k.mT) * 0.2).softmax(-1) @ v
+
+    args = [torch.randn(b, h, n, 16, dtype=torch.bfloat16) for n in (40, 56, 56)]
+    with torch.no_grad():
+        (entry,) = explain(attend, *args).entries
+        assert entry.lowering == "library"
+        fast = torch.compile(attend, backend="fusecomp", options={"inner": "eager", "strict": True})
+        torch.testing.assert_close(fast(*args), attend(*args), atol=3e-2, rtol=3e-2)
+
+
+@pytest.mark.parametrize("shared", [(1, 3), (2, 1), (1, 1)])
+def test_keys_that_heads_or_batches_share_are_not_handed_over(shared: tuple[int, int]) -> None:
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return ((q @ k.mT) * 0.2).softmax(-1) @ v
+
+    q = torch.randn(2, 3, 40, 16, dtype=torch.bfloat16)
+    k, v = (torch.randn(*shared, 56, 16, dtype=torch.bfloat16) for _ in range(2))
+    with torch.no_grad():
+        (entry,) = explain(attend, q, k, v).entries
+        assert entry.lowering == "cpu"
+
+
 def test_a_disagreeing_library_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(library, "attend", lambda region, tensors: torch.zeros_like(tensors[0]))
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from fusecomp.graph.capture import inline
-from fusecomp.ir.expr import Const, Score, Var
+from fusecomp.ir.expr import Const, Score, Var, variables
 from fusecomp.ir.region import Access, AttentionRegion, extent
 from fusecomp.patterns.build import Match
 from fusecomp.patterns.sdpa import FEW_QUERIES
@@ -46,8 +46,16 @@ def takes(match: Match, sizes: Mapping[str, int]) -> bool:
 
 
 def axes_of(region: AttentionRegion, access: Access) -> list[int] | None:
-    """Where (batch axes, rows, D) stand in the tensor of one access; None where it is more than a permutation."""
-    names = [e.name if isinstance(e, Var) else "" for e in access.index]
+    """Where (batch axes, rows, D) stand in the tensor of one access; None where it is more than a permutation.
+
+    A batch axis that no access names has length 1, as has every axis of a tensor that is read at 0 and has no more."""
+    accesses = (region.products[0].q, region.products[0].k, region.v)
+    named = frozenset().union(*(variables(e) for a in accesses for e in a.index))
+    single = iter([v.name for v in region.batch if v.name not in named])
+    lengths = region.operand(access.operand).shape
+    ones = [e == Const(0) and n == Const(1) for e, n in zip(access.index, lengths, strict=True)]
+    pairs = zip(access.index, ones, strict=True)
+    names = [e.name if isinstance(e, Var) else next(single, "") if one else "" for e, one in pairs]
     row = region.q_idx.name if access == region.products[0].q else region.kv_idx.name
     column = region.dv.name if access == region.v else region.products[0].d.name
     wanted = [*(v.name for v in region.batch), row, column]
