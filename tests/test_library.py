@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from regions import Variant
+from regions import Variant, attention, score, times
 from torch import Tensor
 from variants import VARIANTS
 
@@ -19,6 +19,7 @@ PLAIN = {"plain", "scaled", "bmm", "einsum_bqhd"}
 @pytest.fixture(autouse=True)
 def cpu_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(library, "DEVICES", ("cpu",))
+    monkeypatch.setattr(library, "LEAST_SECONDS", 0.0)
     torch._dynamo.reset()
     fusecomp.reset()
 
@@ -80,6 +81,13 @@ def test_keys_that_heads_or_batches_share_are_not_handed_over(shared: tuple[int,
     with torch.no_grad():
         (entry,) = explain(attend, q, k, v).entries
         assert entry.lowering == "cpu"
+
+
+def test_short_attention_runs_generated_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    region = attention(times(score, 0.125), d=64, dtype="bfloat16")
+    monkeypatch.undo()
+    lengths = {n: {"B": 1, "H": 8, "M": n, "N": n} for n in (128, 512, 4096)}
+    assert [library.short(region, sizes) for sizes in lengths.values()] == [True, True, False]
 
 
 def test_a_disagreeing_library_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:

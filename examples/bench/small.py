@@ -114,7 +114,8 @@ def main() -> None:
                 print(json.dumps(rows[-1]), flush=True)
     about = {
         "device": torch.cuda.get_device_name(), "torch": torch.__version__, "triton": triton.__version__,
-        "date": datetime.now(UTC).date().isoformat(), "command": "python examples/bench/small.py",
+        "date": datetime.now(UTC).date().isoformat(),
+        "command": f"python examples/bench/small.py --modes {chosen.modes} --names {chosen.names!r}",
     }  # fmt: skip
     if chosen.out:
         chosen.out.write_text(json.dumps({**about, "rows": rows}, indent=1) + "\n")
