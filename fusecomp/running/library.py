@@ -4,8 +4,8 @@
 
 On a GPU its cuDNN and flash kernels run that faster than a generated one (examples/bench/records/kernels_h200.json),
 and Inductor calls them where it recognises the spelling. Short attention runs a generated kernel, which takes 3.7 us
-where what Inductor calls takes 5.6, and 53 where that takes 68 with the host (small_h200.json). So does all else, causal
-masks included.
+where what Inductor calls takes 5.6, and 53 where that takes 68 with the host (small_h200.json). So does all else,
+causal masks included.
 """
 
 from __future__ import annotations
