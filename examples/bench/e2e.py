@@ -1,6 +1,8 @@
-"""Hugging Face models with random weights and eager attention: a step under Inductor and under fusecomp, on one GPU.
+"""Hugging Face models with random weights and plain attention: a step under Inductor and under fusecomp, on one GPU.
 
-    python examples/bench/e2e.py [OUT.json] [--models llama,bert] [--backends inductor,fusecomp] [--train]
+    python examples/bench/e2e.py [OUT.json] [--models llama,bert] [--backends inductor,sdpa,fusecomp] [--train]
+
+`sdpa` is the same model written with scaled_dot_product_attention, under Inductor.
 
 Rows: milliseconds a step (median of 7), peak memory above what is held, seconds to the first result, attentions fused,
 and the largest difference of the logits between the backends.
@@ -71,13 +73,13 @@ MODELS = {
 }  # fmt: skip
 
 
-def built(model: Model, train: bool) -> tuple[torch.nn.Module, dict[str, Any]]:
+def built(model: Model, train: bool, attention: str = "eager") -> tuple[torch.nn.Module, dict[str, Any]]:
     """The model on the GPU in bfloat16, and the arguments of a step."""
     import transformers
 
     torch.manual_seed(0)
     config = getattr(transformers, model.config)(**model.options)
-    net = getattr(transformers, model.cls)._from_config(config, attn_implementation="eager")
+    net = getattr(transformers, model.cls)._from_config(config, attn_implementation=attention)
     net = net.to("cuda", torch.bfloat16).train(train)
     ids = torch.randint(0, 30000, model.rows(train), device="cuda")
     kwargs: dict[str, Any] = {"input_ids": ids}
@@ -121,8 +123,9 @@ def measure(name: str, backend: str, train: bool) -> tuple[dict[str, Any], torch
     fusecomp.reset()
     gc.collect()
     torch.cuda.empty_cache()
-    net, kwargs = built(MODELS[name], train)
-    step = step_of(net, torch.compile(net, backend=backend, dynamic=False), kwargs, train)
+    net, kwargs = built(MODELS[name], train, "sdpa" if backend == "sdpa" else "eager")
+    compiler = "inductor" if backend == "sdpa" else backend
+    step = step_of(net, torch.compile(net, backend=compiler, dynamic=False), kwargs, train)
     began = time.time()
     out = step()
     torch.cuda.synchronize()
