@@ -33,6 +33,7 @@ from fusecomp.codegen.printer import triton_text
 from fusecomp.codegen.tile import indented
 from fusecomp.codegen.turns import WHY, moves_alone, tile_of_turn
 from fusecomp.ir.expr import Expr, Var, parts
+from fusecomp.planning.backward import reads_pairs
 
 Lines = list[str]
 ROWS = "first_row + q_start + m"
@@ -74,10 +75,12 @@ def columns(frame: GradientFrame) -> Lines:
     size = triton_text(frame.kv_idx.size, frame.names)
     products = range(len(frame.region.products))
     chunks = [*(c for t in products for c in frame.d_chunks(t)), *frame.dv_chunks]
+    repeated = f"tl.minimum(n, {size} - 1 - k_start)"
     return [
         "# Keys past the end repeat the last one, and are not stored",
         "n = tl.arange(0, BLOCK_N)[:, None]",
-        f"k_row = tl.minimum(n, {size} - 1 - k_start)",
+        *([f"k_row = n if WHOLE else {repeated}  # then the compiler sees that keys lie beside each other"]
+          if reads_pairs(frame.region) else [f"k_row = {repeated}"]),
         "kv_idx = k_start + k_row",
         "kv_pos = kv_idx.to(tl.float32)",
         *fours(frame),

@@ -20,6 +20,8 @@ from fusecomp.planning.tile import TilePlan
 Lines = list[str]
 DELTA_ROWS = 64
 """Queries of a program of the kernel that only reads O and dO."""
+WHOLE = "WHOLE"
+"""Of a kernel: that no tile of keys goes past their end."""
 PROGRAMS = 512
 """Enough to fill a GPU: where a tensor has fewer tiles, its sum is cut into parts."""
 
@@ -37,7 +39,7 @@ def parameters(frame: GradientFrame, read: Iterable[str], more: Sequence[str] = 
     pointers = [*(f"{t}_ptr" for t in ranks), "lse_ptr", "grad_lse_ptr", "delta_ptr"]
     pointers += [*(f"{x.name}_sums_ptr" for x in frame.leaves), *more]
     strides = [f"{t}_stride_{i}" for t, rank in ranks.items() for i in range(rank)]
-    return [p for p in (*pointers, *strides, *region.sizes, "splits", "BLOCK_M", "BLOCK_N") if p in names]
+    return [p for p in (*pointers, *strides, *region.sizes, "splits", "BLOCK_M", "BLOCK_N", WHOLE) if p in names]
 
 
 def with_gradients(frame: GradientFrame) -> dict[str, int]:
@@ -51,7 +53,8 @@ def call(
     frame: GradientFrame, kernel: str, grid: Sequence[str], params: Sequence[str], plan: TilePlan
 ) -> Lines:
     """kernel[grid](...) on the current stream."""
-    tile = {"BLOCK_M": plan.block_m, "BLOCK_N": plan.block_n}
+    keys = triton_text(frame.kv_idx.size, frame.names)
+    tile = {"BLOCK_M": plan.block_m, "BLOCK_N": plan.block_n, WHOLE: f"{keys} % {plan.block_n} == 0"}
     given = [f"{p}={tile[p]}" if p in tile else p for p in arguments(params, with_gradients(frame))]
     lines = wrapped([*given, f"num_warps={plan.warps}", f"num_stages={plan.stages}"], 8)
     return [f"{kernel}[({' * '.join(grid)},)](", *("    " + line for line in lines), ")"]

@@ -67,7 +67,7 @@ def rounded_up(n: str, size: object) -> str:
 
 def declared(params: Sequence[str]) -> Lines:
     """Parameters as the kernel declares them."""
-    return [f"{p}: tl.constexpr" if p.startswith("BLOCK_") else p for p in params]
+    return [f"{p}: tl.constexpr" if p.isupper() and len(p) > 2 else p for p in params]
 
 
 def wrapped(items: Iterable[str], indent: int = 0, width: int = 100) -> Lines:

@@ -221,3 +221,18 @@ def test_only_what_learns_has_a_kernel() -> None:
     region = REGIONS["bias_of_heads"]
     assert "load0_gradient" not in emit_backward(region, small(region)).text
     assert emit_backward(region, small(region)).key != emit_backward(region, small(region), frozenset({"load0"})).key
+
+
+@pytest.mark.parametrize("keys", [64, 37])
+def test_biases_where_tiles_of_keys_are_whole(interpreter: Interpreter, keys: int) -> None:
+    """The compiler is told, and reads several keys of a row at once; a last tile that is cut repeats the last key."""
+    region = REGIONS["bias_of_heads"]
+    sizes = {**SIZES, "N": keys}
+    agree(interpreter, region, inputs_of(region, sizes), sizes, learn=["load0"])
+
+
+def test_biases_are_read_in_vectors() -> None:
+    """Of tiles that are whole, as the binary is made for."""
+    read = cross_compile(emit_backward(*BACKWARD["bias_backward"]), 90, "key_gradients").ptx
+    assert "ld.global.b16" not in read
+    assert "ld.global.v4.b32" in read

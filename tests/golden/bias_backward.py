@@ -153,6 +153,7 @@ def key_gradients(
     grad_k_stride_2, grad_v_stride_0, grad_v_stride_1, grad_v_stride_2, q_stride_0, q_stride_1,
     q_stride_2, k_stride_0, k_stride_1, k_stride_2, v_stride_0, v_stride_1, v_stride_2,
     load0_stride_0, load0_stride_1, M, N, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    WHOLE: tl.constexpr,
 ):
     program = tl.program_id(0)
     k_tiles = tl.cdiv(N, BLOCK_N)
@@ -162,7 +163,7 @@ def key_gradients(
 
     # Keys past the end repeat the last one, and are not stored
     n = tl.arange(0, BLOCK_N)[:, None]
-    k_row = tl.minimum(n, N - 1 - k_start)
+    k_row = n if WHOLE else tl.minimum(n, N - 1 - k_start)  # then the compiler sees that keys lie beside each other
     m = tl.arange(0, BLOCK_M)
     d = tl.arange(0, 64)
     dv = tl.arange(0, 64)
@@ -361,7 +362,7 @@ def launch(grads, out, grad_out, lse, tensors, sizes):
         key_gradients[(B * -(-N // 64),)](
             grad_out, grad_k, grad_v, q, k, v, load0, lse, delta, *grad_out.stride(), *grad_k.stride(),
             *grad_v.stride(), *q.stride(), *k.stride(), *v.stride(), *load0.stride(), M, N, BLOCK_M=64,
-            BLOCK_N=64, num_warps=8, num_stages=3,
+            BLOCK_N=64, WHOLE=N % 64 == 0, num_warps=8, num_stages=3,
         )
     if grad_load0 is not None:
         splits = min(B, -(-512 // (-(-M // 64) * -(-N // 64))))
