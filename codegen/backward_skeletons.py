@@ -33,7 +33,7 @@ def launch(grads, out, grad_out, lse, «grad_lse»tensors, sizes):
 «selfcheck»
 '''
 
-ROW_PRODUCTS = """\
+_ROWS = """\
 @triton.jit(do_not_specialize=«sizes»)
 def «name»(
     «parameters»
@@ -47,24 +47,14 @@ def «name»(
     «output»
     «first_row»
     «delta»
+"""
+
+ROW_PRODUCTS = f"""{_ROWS}\
     «stored»
     «sinks»
 """
 
-ROW_VALUES = """\
-@triton.jit(do_not_specialize=«sizes»)
-def «name»(
-    «parameters»
-):
-    «program»
-
-    «rows»
-    «columns»
-    «fixed»
-
-    «output»
-    «first_row»
-    «delta»
+ROW_VALUES = f"""{_ROWS}\
     «lse»
     live = «stored»
     padded = outer * row_values_stride_1 + q_start + row
