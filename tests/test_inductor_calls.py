@@ -1,16 +1,17 @@
-"""How Inductor's programs call the operators: as functions where lengths are fixed, with the same results."""
+"""How Inductor's programs call the operators: as the functions that they are, with the same results."""
 
 from __future__ import annotations
 
 from types import SimpleNamespace
 
+import pytest
 import torch
 from torch import Tensor
 from torch._inductor.utils import run_and_get_code
 
 from fusecomp.running import inductor
 
-DIRECT, OPERATOR = "torch.ops.fusecomp.attend_fixed(", "torch.ops.fusecomp.attention_fixed.default("
+CALLS = {False: "attend_fixed(", True: "attend("}
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -27,16 +28,11 @@ def compiled(dynamic: bool) -> str:
     return str(program)
 
 
-def test_a_call_of_fixed_lengths_is_a_function_call() -> None:
-    program = compiled(dynamic=False)
-    assert DIRECT in program
-    assert OPERATOR not in program
-
-
-def test_other_lengths_go_through_the_operator() -> None:
-    program = compiled(dynamic=True)
-    assert DIRECT not in program
-    assert "torch.ops.fusecomp.attention.default(" in program
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_a_call_is_a_function_call(dynamic: bool) -> None:
+    program = compiled(dynamic)
+    assert f"torch.ops.fusecomp.{CALLS[dynamic]}" in program
+    assert ".default([" not in program
 
 
 def test_what_is_no_call_of_inductors_is_left_alone() -> None:

@@ -1,7 +1,7 @@
-"""In the programs that Inductor writes, an operator of fixed lengths is called as the Python function that it is.
+"""In the programs that Inductor writes, an operator is called as the Python function that it is.
 
     buf0 = torch.ops.fusecomp.attention_fixed.default([q, k, v], '...')         what it writes for any operator
-    buf0 = torch.ops.fusecomp.attend_fixed([q, k, v], '...')                    what is called so
+    buf0 = torch.ops.fusecomp.attend_fixed([q, k, v], '...')                    what it writes for those here
 
 Below autograd PyTorch's dispatcher has nothing to decide here, and takes as long as the rest of a replayed call to turn
 its arguments into its own and back.
@@ -18,10 +18,14 @@ from typing import Any
 import torch
 
 from fusecomp.running.calls import attend_fixed, attend_with_lse_fixed, differentiate_fixed
+from fusecomp.running.operator import attend, attend_with_lse, differentiate
 
 log = logging.getLogger(__name__)
 
 FUNCTIONS: dict[str, Callable[..., Any]] = {
+    "attention": attend,
+    "attention_saving": attend_with_lse,
+    "attention_gradients": differentiate,
     "attention_fixed": attend_fixed,
     "attention_saving_fixed": attend_with_lse_fixed,
     "attention_gradients_fixed": differentiate_fixed,

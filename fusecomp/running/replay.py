@@ -61,7 +61,7 @@ class Replayed:
             results = self.call(tensors)
         found = recorded(tensors, seen, launches, results)
         if found is not None:
-            self.known.append(found)
+            self.known.insert(0, found)  # the first call, made while Dynamo compiles, is not like those that follow
         return results
 
 
@@ -90,6 +90,8 @@ class Run(NamedTuple):
     pick: Callable[[list[Any]], tuple[Any, ...]]
     """The first arguments, among pointers and descriptors."""
     rest: tuple[Any, ...]
+    compiled: Any
+    """What keeps the kernel loaded."""
 
 
 class Recording(NamedTuple):
@@ -123,7 +125,7 @@ class Recording(NamedTuple):
         if self.descriptors:
             values += [described(held[of], cls, fields) for of, cls, fields in self.descriptors]
         stream = self.stream(self.device)
-        for run, grid, kernel, pick, rest in self.launches:
+        for run, grid, kernel, pick, rest, _ in self.launches:
             run(*grid, stream, *kernel, None, None, None, *pick(values), *rest)
         return self.arranged(held)
 
@@ -228,7 +230,7 @@ def run_of(launch: Launched | None, held: Sequence[Tensor], descriptors: list[De
     if len(picked) < 2 or any(place(x, given) is not None for x in rest):
         return None
     kernel = launch.compiled.function, launch.compiled.packed_metadata
-    return Run(launch.compiled.run, launch.grid, kernel, itemgetter(*picked), rest)
+    return Run(launch.compiled.run, launch.grid, kernel, itemgetter(*picked), rest, launch.compiled)
 
 
 def scratch(compiled: Any) -> int:
