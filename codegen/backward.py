@@ -18,7 +18,14 @@ from fusecomp.codegen import backward_memory as memory
 from fusecomp.codegen import backward_pairs as pairs
 from fusecomp.codegen import backward_queries as queries
 from fusecomp.codegen import backward_range as ranges
-from fusecomp.codegen import hopper_backward, hopper_backward_keys, hopper_backward_launcher, hopper_backward_queries
+from fusecomp.codegen import (
+    hopper_backward,
+    hopper_backward_keys,
+    hopper_backward_launcher,
+    hopper_backward_queries,
+    hopper_once,
+    hopper_once_skeletons,
+)
 from fusecomp.codegen.backward_check import backward_selfcheck
 from fusecomp.codegen.backward_document import constants, document
 from fusecomp.codegen.backward_exact import Fixed, require_gradients
@@ -40,6 +47,7 @@ from fusecomp.codegen.backward_tile import log_sums
 from fusecomp.codegen.document import kernel_name, title
 from fusecomp.codegen.emit import RESERVED, require_free_names
 from fusecomp.codegen.function import Holes, function
+from fusecomp.codegen.hopper_functions import IMPORTS
 from fusecomp.codegen.logsumexp import saved
 from fusecomp.codegen.memory import fixed_loads, query_tiles, tile_pointers
 from fusecomp.codegen.philox import IN_TRITON
@@ -53,7 +61,7 @@ from fusecomp.ir.region import AttentionRegion
 from fusecomp.planning.backward import BackwardPlan, pair_plan
 from fusecomp.planning.tile import TilePlan
 
-VERSION = 6
+VERSION = 7
 """Part of every key: raise it when the same region and plan give another kernel."""
 
 OWN = frozenset({
@@ -72,12 +80,13 @@ class BackwardSource(KernelSource):
 
     def plan_of(self, kernel: str) -> TilePlan:
         """The schedule of one kernel of the file."""
-        if self.plans is None or kernel == "query_gradient":
+        if self.plans is None or (kernel == "query_gradient" and not self.plans.once):
             return self.plan
-        if kernel == "row_products":
+        if kernel in ("row_products", "query_gradient"):
             rows = hopper_backward.STAY if self.plan.consumers else DELTA_ROWS
+            rows = self.plan.block_m if kernel == "query_gradient" else rows
             return replace(self.plan, block_m=rows, warps=4, stages=1, consumers=0)
-        return self.plans.keys if kernel == "key_gradients" else pair_plan(self.plans.keys)
+        return self.plans.keys if kernel in ("key_gradients", "all_gradients") else pair_plan(self.plans.keys)
 
 
 @lru_cache(maxsize=64)
@@ -95,11 +104,14 @@ def emit_backward(
     require_gradients(frame, fixed)
     key = backward_key(region, plan, learned)
     name = kernel_name(frame, key).replace("attention_", "attention_backward_", 1)
+    language, layouts = "", []
     if plan.queries.consumers:
-        made, launcher = hopper_kernels(frame, other, fixed)
+        language = IMPORTS
+        layouts = hopper_backward.header(other)
+        layouts += hopper_once.layouts(other) if plan.once else hopper_backward.query_layout(frame)
+        made, launcher = hopper_kernels(frame, other, fixed, plan.once)
     else:
         made, launcher = portable_kernels(frame, other, both, fixed)
-    language, layouts = hopper_backward.header(frame, other) if plan.queries.consumers else ([], [])
     kernels = spaced(made)
     rows = [v.name for v in (*region.batch, region.q_idx)]
     written = fill(
@@ -140,24 +152,28 @@ def portable_kernels(
     return functions, backward_launch(frames, params, fixed)
 
 
-def hopper_kernels(frame: GradientFrame, other: GradientFrame, fixed: Fixed) -> tuple[list[str], list[str]]:
+def hopper_kernels(
+    frame: GradientFrame, other: GradientFrame, fixed: Fixed, once: bool
+) -> tuple[list[str], list[str]]:
     """The same, for Hopper's tensor cores."""
     if not hopper_backward.expresses(frame.region, frame.learned):
         raise KernelError("no backward kernels with warps that only copy express this attention; plan portable ones")
-    made = {
-        "row_products": row_products(frame),
-        "query_gradient": hopper_backward_queries.query_gradient(frame),
-        "key_gradients": hopper_backward_keys.key_gradients(other),
-    }
+    made = {"row_products": row_products(frame)}
+    if once:
+        made["all_gradients"] = hopper_once.all_gradients(other)
+        made["query_gradient"] = rounded_sums(frame)
+    else:
+        made["query_gradient"] = hopper_backward_queries.query_gradient(frame)
+        made["key_gradients"] = hopper_backward_keys.key_gradients(other)
     params = {kernel: p for kernel, (_, p) in made.items()}
     functions = hopper_backward.helpers([body for body, _ in made.values()])
-    return functions, hopper_backward_launcher.launch(frame, other, params, fixed)
+    return functions, hopper_backward_launcher.launch(frame, other, params, fixed, once)
 
 
 def backward_key(region: AttentionRegion, plan: BackwardPlan, learned: frozenset[str] = frozenset()) -> str:
     """A hash of what decides the kernels' text."""
     tiles = [(p.block_m, p.block_n, p.d_chunks, p.dv_chunks, p.warps, p.stages) for p in (plan.queries, plan.keys)]
-    more = [plan.queries.consumers] if plan.queries.consumers else ["table"] * (plan.keys.visits == "table")
+    more = [plan.queries.consumers, plan.once] if plan.queries.consumers else ["table"] * (plan.keys.visits == "table")
     decided = (VERSION, "backward", region.key, tiles, sorted(learned), *more)
     return hashlib.sha256(repr(decided).encode()).hexdigest()[:16]
 
@@ -183,6 +199,12 @@ def row_products(frame: GradientFrame) -> tuple[str, list[str]]:
         return finished(frame, ROW_VALUES, "row_products", holes)
     holes |= {"stored": [queries.store_delta(plain)], "sinks": queries.sinks(frame)}
     return finished(frame, ROW_PRODUCTS, "row_products", holes)
+
+
+def rounded_sums(frame: GradientFrame) -> tuple[str, list[str]]:
+    """dQ from sums in float32."""
+    plain = GradientFrame(replace(frame.region, keep=()), replace(frame.plan, visits="bounds"))
+    return finished(frame, hopper_once_skeletons.QUERY_GRADIENT, "query_gradient", hopper_once.rounded_sums(plain))
 
 
 def query_gradient(frame: GradientFrame) -> tuple[str, list[str]]:

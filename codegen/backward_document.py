@@ -10,6 +10,8 @@ from fusecomp.ir.expr import Const, text
 from fusecomp.planning.backward import BackwardPlan, pair_plan
 from fusecomp.planning.tile import TilePlan
 
+ONCE = "dQ is added up beside dK and dV, in any order: its last bits may differ from one run to the next."
+
 
 def constants(frame: GradientFrame, kernels: str) -> list[str]:
     """The score's factors, as the kernels name them."""
@@ -45,7 +47,7 @@ def document(frame: GradientFrame, plan: BackwardPlan, key: str) -> list[str]:
         *shapes,
         f"    {'out':<10} [{', '.join(region.out_axes)}]  {region.out_dtype}, and grad_out",
         "",
-        *_plan("dQ", plan.queries),
+        *(_plan("dQ", plan.queries) if not plan.once else [ONCE]),
         *_plan("dK, dV", plan.keys),
         *(line for leaf in frame.summed_along("pairs") for line in _plan(f"d{leaf.name}", pair_plan(plan.keys))),
         "",

@@ -46,7 +46,7 @@ def with_gradients(frame: GradientFrame) -> dict[str, int]:
     """How many axes each tensor has."""
     ranks = ranks_of(frame)
     gradients = {f"grad_{name}": ranks[name] for name in ("out", *learned(frame))}
-    return {"out": ranks.pop("out"), **gradients, **ranks, "row_values": 3}
+    return {"out": ranks.pop("out"), **gradients, **ranks, "row_values": 3, "dq_sums": 2}
 
 
 def call(

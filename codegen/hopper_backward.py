@@ -11,9 +11,11 @@ from dataclasses import replace
 from fusecomp.codegen import backward_keys, hopper
 from fusecomp.codegen.backward_frame import GradientFrame, roles
 from fusecomp.codegen.backward_launcher import parameters
+from fusecomp.codegen.backward_tile import times
 from fusecomp.codegen.copied import pair_loads
-from fusecomp.codegen.hopper_backward_skeletons import HELPERS, LAYOUTS
-from fusecomp.codegen.hopper_functions import BARRIERS, IMPORTS, TANH
+from fusecomp.codegen.derivative import ONE
+from fusecomp.codegen.hopper_backward_skeletons import HELPERS, KEY_GRADIENTS, LAYOUTS, QUERY_GRADIENT, QUERY_LAYOUT
+from fusecomp.codegen.hopper_functions import BARRIERS, TANH
 from fusecomp.codegen.hopper_launch import LAUNCH_HELPERS
 from fusecomp.codegen.hopper_text import FIRST_BARRIER, block_at, in_gluon
 from fusecomp.codegen.launcher import unspecialised, wrapped
@@ -37,17 +39,23 @@ WALKED = {64: (128, 128, 2), 128: (64, 64, 2)}
 each tensor shared memory holds. Longer ones take more registers than there are."""
 BENT = {**WALKED, 64: (64, 128, 2)}
 """The same where the derivative of S varies, which takes registers too."""
+ONCE = {64: 3, 128: 2}
+"""Head size -> how many groups multiply where a tile of keys, which walks 64 queries at a time, adds to their dQ."""
 NAMES = frozenset({
     "left", "d_left", "slot", "tile", "product", "copied", "copied_in", "multiplied", "barrier", "given",
     "instruction", "described", "in_rows", "padded", "row_values", "key_sums", "query_sums",
     "copy_keys", "copy_queries", "right", "layout", "columns", "zero", "step", "whole", "live", "stored", "row_block",
-    "do_block", "inside", "tiles", "program", "group", "count", "tanh", "programs",
+    "do_block", "inside", "tiles", "program", "group", "count", "tanh", "programs", "buffer",
+    "added", "share", "before", "place", "column", "sums", "half", "dq_sums", "k_left", "v_left", "all_gradients",
 })  # fmt: skip
 """What the skeletons call their own variables."""
 DESCRIPTORS = ("q_desc", "do_desc", "k_desc", "v_desc", "row_desc", "dq_desc", "dk_desc", "dv_desc")
-REGISTERS = 168
-"""Of a thread at launch; then the warp that copies hands most of its own to those that multiply."""
-SHARED = ("q_smem", "do_smem", "k_smem", "v_smem", "row_smem", "q_ready", "do_ready", "k_ready", "v_ready")
+REGISTERS = [240, 24]
+"""Of a thread of the second group that multiplies, and of the warp that copies."""
+SHARED = (
+    "q_smem", "do_smem", "k_smem", "v_smem", "row_smem", "ds_smem",
+    "q_ready", "do_ready", "k_ready", "v_ready", "ds_ready",
+)  # fmt: skip
 
 
 def expresses(region: AttentionRegion, learned: Set[str]) -> bool:
@@ -58,22 +66,33 @@ def expresses(region: AttentionRegion, learned: Set[str]) -> bool:
     return plain and hopper.expresses(region) and extent(region.dv) in WALKED
 
 
-def specialised(region: AttentionRegion, plan: TilePlan) -> BackwardPlan:
+def specialised(region: AttentionRegion, plan: TilePlan, deterministic: bool = True) -> BackwardPlan:
     """These kernels' tiles, whose cost nothing predicts yet; `plan` is that of the forward kernel for Hopper."""
-    bent = any(depends_on_score(rest) for rest, _ in GradientFrame(region, plan).derivative.values())
-    queries, keys, stages = (BENT if bent else WALKED)[extent(region.dv)]
+    queries, keys, stages = (BENT if bent(region, plan) else WALKED)[extent(region.dv)]
+    if not deterministic:
+        plan = replace(plan, block_m=64, block_n=STAY, stages=stages, consumers=ONCE[extent(region.dv)])
+        return BackwardPlan(plan, plan, once=True)
     plan = replace(plan, stages=stages, consumers=2)
     return BackwardPlan(replace(plan, block_m=STAY, block_n=keys), replace(plan, block_m=queries, block_n=STAY))
 
 
-def header(queries: GradientFrame, keys: GradientFrame) -> tuple[str, Lines]:
-    """(imports, constants and layouts)."""
-    stages = queries.plan.stages
+def bent(region: AttentionRegion, plan: TilePlan) -> bool:
+    """Whether the derivative of S varies."""
+    return any(depends_on_score(rest) for rest, _ in GradientFrame(region, plan).derivative.values())
+
+
+def header(frame: GradientFrame) -> Lines:
+    """Constants and layouts of the kernel that walks queries."""
+    stages = frame.plan.stages
     barriers = f"gl.constexpr({FIRST_BARRIER}), gl.constexpr({FIRST_BARRIER + stages})"
-    sizes = {"block_m": str(keys.plan.block_m), "block_n": str(queries.plan.block_n),
-             "size": str(extent(queries.region.dv)), "barriers": barriers}  # fmt: skip
+    sizes = {"block_m": str(frame.plan.block_m), "size": str(extent(frame.region.dv)), "barriers": barriers}
     ring = f"STAGES = gl.constexpr({stages})  # tiles in shared memory of each tensor that is walked"
-    return IMPORTS, [ring, *fill(LAYOUTS, sizes).splitlines()]
+    return [ring, *fill(LAYOUTS, sizes).splitlines()]
+
+
+def query_layout(frame: GradientFrame) -> Lines:
+    """Layouts of the kernel that walks keys."""
+    return fill(QUERY_LAYOUT, {"block_n": str(frame.plan.block_n)}).splitlines()
 
 
 def helpers(kernels: Sequence[str]) -> list[str]:
@@ -127,6 +146,23 @@ def copies(frame: GradientFrame, kernel: str, names: Sequence[str]) -> Holes:
 # Functions
 
 
+def held(frame: GradientFrame) -> tuple[Lines, Holes]:
+    """(K and V as left factors in registers, their names), where there is room. The last wait keeps them: without it
+    ptxas 12.8 may write over them, though the next tile reads them too."""
+    once = frame.plan.consumers == ONCE[64] and extent(frame.region.dv) == 64
+    room = once and not bent(frame.region, frame.plan)
+    lines = [f"{x}_left = {x}_tile.load(gl.DotOperandLayout(0, KEYS_DOWN, 2))" for x in "kv"] if room else []
+    names = {f"{x}_left": f"{x}_left" if room else f"{x}_tile" for x in "kv"}
+    return lines, {**names, "kept": ", k_left, v_left" * room}
+
+
+def score_gradients(frame: GradientFrame, rows: str) -> Holes:
+    """dscore = P dS/dscore (dP - delta): two factors become one before dP has come, which takes fewer registers."""
+    rest, _ = frame.derivative[0]
+    slope = [] if rest == ONE else [f"p = p{times(frame, rest)}"]
+    return {"slope": slope, "gradients": [f"{frame.d_name(0)} = p * (d_p - delta{rows})"]}
+
+
 def function(frame: GradientFrame, skeleton: str, holes: Holes) -> tuple[str, list[str]]:
     """(text, what it is given): what it reads."""
     text = tidy(fill(skeleton, {**holes, "given": "given"}))
@@ -141,15 +177,17 @@ def _region_parameters(frame: GradientFrame, read: frozenset[str]) -> list[str]:
 
 
 def kernel_of(
-    frame: GradientFrame, skeleton: str, rows: int, functions: list[str], copied: list[str], multiplied: list[str]
+    frame: GradientFrame, name: str, functions: list[str], given: dict[str, list[str]], **holes: str | Lines
 ) -> tuple[str, list[str]]:
     """The functions and the kernel that hands them what it takes."""
-    given = {*copied, *multiplied}
-    params = [*(x for x in DESCRIPTORS if x in given), *_region_parameters(frame, frozenset(given))]
-    sizes = "[" + ", ".join(f'"{p}"' for p in unspecialised(frame, params)) + "]"
-    kernel = tidy(fill(skeleton, {
-        "sizes": sizes, "parameters": wrapped(params, 4), "dtype": triton_dtype(frame.region.out_dtype),
-        "size": str(extent(frame.region.dv)), "rows": str(rows),
-        "multiplied": wrapped(multiplied, 8), "copied": wrapped(copied, 8),
+    taken = frozenset(x for names in given.values() for x in names)
+    params = [*(x for x in DESCRIPTORS if x in taken), *_region_parameters(frame, taken)]
+    walked = frame.plan.block_n if name == "query_gradient" else frame.plan.block_m
+    more: Holes = {} if name == "query_gradient" else {"memory": [], "ready": [], "more": ""}
+    kernel = tidy(fill(QUERY_GRADIENT if name == "query_gradient" else KEY_GRADIENTS, {
+        "sizes": "[" + ", ".join(f'"{p}"' for p in unspecialised(frame, params)) + "]", "name": name,
+        "parameters": wrapped(params, 4), "dtype": triton_dtype(frame.region.out_dtype), "rows": str(walked),
+        "size": str(extent(frame.region.dv)), "warps": "[4, 1]", "registers": str(REGISTERS), **more, **holes,
+        "given": [line for x, names in given.items() for line in (f"{x} = (", *indented(wrapped(names, 4)), ")")],
     }))  # fmt: skip
     return in_gluon("\n\n\n".join(t.strip() for t in [*functions, kernel])), params

@@ -5,17 +5,19 @@ The masks, scores and derivatives are those of the portable kernel (codegen/back
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
 from fusecomp.codegen import backward_range as ranges
 from fusecomp.codegen.backward_frame import GradientFrame
 from fusecomp.codegen.backward_keys import member, member_name, members, program
 from fusecomp.codegen.backward_memory import fixed_values, query_values
 from fusecomp.codegen.backward_queries import read_by_tile
-from fusecomp.codegen.backward_tile import mask, probabilities, scaled_by, score_gradients, scores
-from fusecomp.codegen.hopper_backward import STAY, Holes, Lines, copies, function, kernel_of
+from fusecomp.codegen.backward_tile import mask, probabilities, scaled_by, scores
+from fusecomp.codegen.hopper_backward import STAY, Holes, Lines, copies, function, held, kernel_of, score_gradients
 from fusecomp.codegen.hopper_backward_skeletons import (
     COPY_FOR_KEYS,
     COPY_QUERIES,
-    KEY_GRADIENTS,
     KEY_STEP,
     MULTIPLY_FOR_KEYS,
     MULTIPLY_QUERIES,
@@ -26,27 +28,55 @@ from fusecomp.codegen.tile import indented
 from fusecomp.ir.expr import Expr, parts
 from fusecomp.ir.region import extent
 
+Function = tuple[str, list[str]]
+"""(text, what it is given)."""
+NOTHING: Holes = {"hand_over": [], "share": [], "under_way": "0", "added": []}
+
+
+@dataclass(frozen=True)
+class Share:
+    """What a group that multiplies does about dQ: nothing where another kernel computes it."""
+
+    begun: Sequence[str] = ()
+    step: Mapping[str, str | Lines] = field(default_factory=lambda: NOTHING)
+    last: Sequence[str] = ()
+
 
 def key_gradients(frame: GradientFrame) -> tuple[str, list[str]]:
     """(functions, what the kernel takes)."""
-    plan, size = frame.plan, extent(frame.region.dv)
-    shared: Holes = {"block_m": str(plan.block_m), "program": program(frame)}
+    (copy, copied), (multiply, multiplied) = copying_queries(frame), multiplying_queries(frame, Share())
+    return kernel_of(frame, "key_gradients", [copy, multiply], {"multiplied": multiplied, "copied_in": copied})
+
+
+def copying_queries(frame: GradientFrame) -> Function:
+    """What the warp that copies does."""
+    size = extent(frame.region.dv)
     stream = fill(COPY_QUERIES, {
         "member": member(frame), "fixed": fixed_values(frame, inside=True), "query_range": ranges.query_range(frame),
         "begin": ranges.begin_name(frame), "end": ranges.end_name(frame),
         "q_bytes": f"BLOCK_M * {2 * size + 8}", "do_bytes": f"BLOCK_M * {2 * size}",
         **copies(frame, "key_gradients", ["q", "row", "do"]),
     })  # fmt: skip
-    copy, copied = function(frame, COPY_FOR_KEYS, {
-        **shared, "fixed": fixed_values(frame, inside=False), "k_bytes": str(2 * STAY * size * 2),
-        "queries": _members(frame, stream), **copies(frame, "key_gradients", ["k", "v"]),
+    return function(frame, COPY_FOR_KEYS, {
+        **placed(frame), "k_bytes": str(2 * STAY * size * 2), "queries": with_members(frame, stream),
+        **copies(frame, "key_gradients", ["k", "v"]),
     })  # fmt: skip
-    multiply, multiplied = function(frame, MULTIPLY_FOR_KEYS, {
-        **shared, "places": _key_places(frame), "fixed": fixed_values(frame, inside=False), "size": str(size),
-        "queries": _members(frame, _walked_queries(frame)), "dtype": triton_dtype(frame.region.out_dtype),
-        "factor": scaled_by("", frame.factor_of(0)), **copies(frame, "key_gradients", ["dk", "dv"]),
+
+
+def multiplying_queries(frame: GradientFrame, share: Share) -> Function:
+    """What each group that multiplies does; `share`: and about dQ."""
+    return function(frame, MULTIPLY_FOR_KEYS, {
+        **placed(frame), "places": _key_places(frame), "size": str(extent(frame.region.dv)), "begun": list(share.begun),
+        "held": held(frame)[0], "queries": with_members(frame, _walked_queries(frame, share.step)),
+        "last": list(share.last), "factor": scaled_by("", frame.factor_of(0)),
+        "dtype": triton_dtype(frame.region.out_dtype), **copies(frame, "key_gradients", ["dk", "dv"]),
     })  # fmt: skip
-    return kernel_of(frame, KEY_GRADIENTS, plan.block_m, [copy, multiply], copied, multiplied)
+
+
+def placed(frame: GradientFrame) -> Holes:
+    """Which tile of keys a program has."""
+    fixed = fixed_values(frame, inside=False)
+    return {"block_m": str(frame.plan.block_m), "program": program(frame), "fixed": fixed}
 
 
 def _key_places(frame: GradientFrame) -> Lines:
@@ -59,20 +89,20 @@ def _key_places(frame: GradientFrame) -> Lines:
     ]
 
 
-def _members(frame: GradientFrame, body: str) -> Lines:
+def with_members(frame: GradientFrame, body: str) -> Lines:
     """The body, for each of the query heads that share the keys."""
     if not frame.members:
         return body.splitlines()
     return [f"for {member_name(frame)} in range({members(frame)}):", *indented(body.splitlines())]
 
 
-def _walked_queries(frame: GradientFrame) -> str:
+def _walked_queries(frame: GradientFrame, step: Mapping[str, str | Lines]) -> str:
     """The loops over the tiles of queries that see a key."""
     found = frame.rows_reach
     begin, end = ranges.begin_name(frame), ranges.end_name(frame)
     cut = bool(found.upper or query_values(frame, edge=True))  # else Q = dO = 0 and P = 0 past the end
     tests = [*(x.term for x in (*found.lower, *found.upper)), *found.loose]
-    edge = key_step(frame, tests, edge=True)
+    edge = key_step(frame, tests, step, edge=True)
     before = f"for q_start in range({begin}, tl.minimum(full_begin, {end}), BLOCK_M):"
     after = f"for q_start in range(full_end, {end}, BLOCK_M):"
     return fill(MULTIPLY_QUERIES, {
@@ -82,12 +112,12 @@ def _walked_queries(frame: GradientFrame) -> str:
         "before": [before, *indented(edge.splitlines()), ""] if found.lower else [],
         "begin": ranges.full_begin(frame),
         "end": "full_end" if cut else end,
-        "step": key_step(frame, list(found.loose), edge=False),
+        "step": key_step(frame, list(found.loose), step, edge=False),
         "after": [after, *indented(edge.splitlines())] if cut else [],
     })  # fmt: skip
 
 
-def key_step(frame: GradientFrame, tests: list[Expr], edge: bool) -> str:
+def key_step(frame: GradientFrame, tests: list[Expr], step: Mapping[str, str | Lines], edge: bool) -> str:
     """dV += P^T dO;  dK += dS^T Q."""
     wanted = {x for e in read_by_tile(frame, tests) for x in parts(e)}
     named = [n for n, e in (*frame.element.hoisted, *frame.element.tiles) if e in wanted]
@@ -101,6 +131,6 @@ def key_step(frame: GradientFrame, tests: list[Expr], edge: bool) -> str:
     ]
     return fill(KEY_STEP, {
         "values": [*where, *values], "score": [*scores(frame), *mask(frame, tests, {})],
-        "weights": probabilities(frame, "[None, :]"), "gradients": score_gradients(frame, "[None, :]"),
-        "d_name": frame.d_name(0), "dtype": triton_dtype(frame.region.out_dtype),
+        "weights": probabilities(frame, "[None, :]"), **score_gradients(frame, "[None, :]"),
+        "d_name": frame.d_name(0), "dtype": triton_dtype(frame.region.out_dtype), **held(frame)[1], **step,
     })  # fmt: skip

@@ -5,37 +5,58 @@ from __future__ import annotations
 from fusecomp.codegen.backward_exact import Fixed
 from fusecomp.codegen.backward_frame import GradientFrame
 from fusecomp.codegen.backward_launcher import begun, call, key_grid, query_grid, where_wanted, with_gradients
-from fusecomp.codegen.hopper_backward import REGISTERS, STAY, blocks
+from fusecomp.codegen.hopper import REGISTERS
+from fusecomp.codegen.hopper_backward import STAY, blocks
 from fusecomp.codegen.launcher import arguments, rounded_up, wrapped
 from fusecomp.codegen.printer import triton_text
+from fusecomp.ir.region import extent
 from fusecomp.planning.tile import TilePlan
 
 Lines = list[str]
 
 
-def launch(queries: GradientFrame, keys: GradientFrame, params: dict[str, list[str]], fixed: Fixed) -> Lines:
-    """lse and delta of each row, then dQ where it is wanted, then dK and dV where one of them is."""
+def launch(
+    queries: GradientFrame, keys: GradientFrame, params: dict[str, list[str]], fixed: Fixed, once: bool
+) -> Lines:
+    """lse and delta of each row; then all gradients `once`, or dQ where it is wanted, and dK and dV where one is."""
     region = queries.region
     p, m = region.products[0], triton_text(queries.q_idx.size, queries.names)
     seen = [*dict.fromkeys((p.k.operand, region.v.operand))]
-    read = [*dict.fromkeys((p.q.operand, *seen, "grad_out"))]
-    grid = query_grid(queries, STAY)
-    sizes = ", ".join([" * ".join(grid[:-1]) or "1", f"{rounded_up(m, STAY)} * {STAY}"])
-    row_products = call(queries, "row_products", grid, params["row_products"], TilePlan("", STAY, 0, (), (), 4, 1))
+    both = [*dict.fromkeys((p.q.operand, *seen))]
+    read = [*dict.fromkeys((*both, "grad_out"))]
+    heads, rows = " * ".join(query_grid(queries, STAY)[:-1]) or "1", f"{rounded_up(m, STAY)} * {STAY}"
+    made = [f"row_values = torch.empty(2, {heads}, {rows}, dtype=torch.float32, device=out.device)"]
+    if once:
+        sums = f"{heads}, {rows} * {extent(region.dv)}"
+        made.append(f"dq_sums = torch.zeros({sums}, dtype=torch.float32, device=out.device)")
+        kernels = where_wanted(both, [
+            *_launched(keys, "all_gradients", params, key_grid(keys, STAY)),
+            *_by_rows(queries, "query_gradient", params, queries.plan.block_m),
+        ], region)  # fmt: skip
+    else:
+        query_gradient = _launched(queries, "query_gradient", params, query_grid(queries, STAY))
+        kernels = [
+            *where_wanted([p.q.operand], query_gradient, region),
+            *where_wanted(seen, _launched(keys, "key_gradients", params, key_grid(keys, STAY)), region),
+        ]
     return [
         *begun(queries, fixed),
-        f"row_values = torch.empty(2, {sizes}, dtype=torch.float32, device=out.device)",
-        *row_products,
+        *made,
+        *_by_rows(queries, "row_products", params, STAY),
         f"{', '.join(read)} = {', '.join(f'in_rows({name})' for name in read)}",
-        *where_wanted([p.q.operand], _launched(queries, "query_gradient", params, grid), region),
-        *where_wanted(seen, _launched(keys, "key_gradients", params, key_grid(keys, STAY)), region),
+        *kernels,
     ]
+
+
+def _by_rows(frame: GradientFrame, kernel: str, params: dict[str, list[str]], rows: int) -> Lines:
+    """A kernel in Triton, of so many queries a program."""
+    return call(frame, kernel, query_grid(frame, rows), params[kernel], TilePlan("", rows, 0, (), (), 4, 1))
 
 
 def _launched(frame: GradientFrame, kernel: str, params: dict[str, list[str]], grid: Lines) -> Lines:
     """Descriptors of what is copied, then the kernel."""
-    taken = params[kernel]
-    given = [*arguments(taken, with_gradients(frame)), "num_warps=4", f"maxnreg={REGISTERS}"]
+    taken, registers = params[kernel], REGISTERS[frame.plan.consumers][0]
+    given = [*arguments(taken, with_gradients(frame)), "num_warps=4", f"maxnreg={registers}"]
     return [
         *(line for p in taken if p.endswith("_desc") for line in _described(frame, kernel, p.removesuffix("_desc"))),
         f"{kernel}[({' * '.join(grid)},)](",

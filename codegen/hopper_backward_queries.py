@@ -7,12 +7,11 @@ from __future__ import annotations
 
 from fusecomp.codegen.backward_frame import GradientFrame
 from fusecomp.codegen.backward_queries import read_by_tile
-from fusecomp.codegen.backward_tile import mask, probabilities, scaled_by, score_gradients, scores
-from fusecomp.codegen.hopper_backward import STAY, Holes, copies, function, kernel_of
+from fusecomp.codegen.backward_tile import mask, probabilities, scaled_by, scores
+from fusecomp.codegen.hopper_backward import STAY, Holes, copies, function, kernel_of, score_gradients
 from fusecomp.codegen.hopper_backward_skeletons import (
     COPY_FOR_QUERIES,
     MULTIPLY_FOR_QUERIES,
-    QUERY_GRADIENT,
     QUERY_STEP,
 )
 from fusecomp.codegen.memory import element_loads, element_pointers, fixed_loads
@@ -46,7 +45,7 @@ def query_gradient(frame: GradientFrame) -> tuple[str, list[str]]:
         "size": str(size), "dtype": triton_dtype(frame.region.out_dtype), "factor": scaled_by("", frame.factor_of(0)),
         **copies(frame, "query_gradient", ["dq"]),
     })  # fmt: skip
-    return kernel_of(frame, QUERY_GRADIENT, frame.plan.block_n, [copy, multiply], copied, multiplied)
+    return kernel_of(frame, "query_gradient", [copy, multiply], {"multiplied": multiplied, "copied_in": copied})
 
 
 def query_step(frame: GradientFrame, tests: list[Expr], edge: bool) -> str:
@@ -58,7 +57,8 @@ def query_step(frame: GradientFrame, tests: list[Expr], edge: bool) -> str:
         *mask(frame, [*([live] if edge else []), *tests], {live: "live[None, :]"}),
     ]
     gradients = score_gradients(frame, "")
+    read = places(frame, "\n".join([*score, *gradients["slope"]]))
     return fill(QUERY_STEP, {
-        "score": [*places(frame, "\n".join([*score, *gradients])), *score], "weights": probabilities(frame, ""),
-        "gradients": gradients, "d_name": frame.d_name(0), "dtype": triton_dtype(frame.region.out_dtype),
+        "score": [*read, *score], "weights": probabilities(frame, ""), **gradients,
+        "d_name": frame.d_name(0), "dtype": triton_dtype(frame.region.out_dtype),
     })  # fmt: skip

@@ -16,8 +16,11 @@ ROW_BOX = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=3
 SUMS = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, «size», 16]))  # of the accumulators of gradients
 LEFT = gl.constexpr(gl.DotOperandLayout(0, SUMS.value, 2))
 KEYS_DOWN = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, «block_m», 16]))  # of S^T and dP^T
-QUERIES_DOWN = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, «block_n», 16]))  # of S and dP
 FIRST_FREE, SECOND_FREE = «barriers»  # numbers of the hardware's barriers; Triton has those up to 3
+"""
+
+QUERY_LAYOUT = """\
+QUERIES_DOWN = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, «block_n», 16]))  # of S and dP
 """
 
 COPY_FOR_KEYS = '''\
@@ -71,18 +74,21 @@ def key_sums(given, group: gl.constexpr):
     m = gl.arange(0, BLOCK_M, layout=gl.SliceLayout(0, KEYS_DOWN))
     n = group * 64 + gl.arange(0, 64, layout=gl.SliceLayout(1, KEYS_DOWN))[:, None]
     «places»
+    «begun»
     «fixed»
 
     k_tile = k_smem.index(group)
     v_tile = v_smem.index(group)
     mbarrier.wait(k_ready, 0)
+    «held»
     dk_acc = gl.zeros([64, «size»], gl.float32, SUMS)
     dv_acc = gl.zeros([64, «size»], gl.float32, SUMS)
     count = 0
     «queries»
 
-    k_tile.store((dk_acc«factor»).to(«dtype»))
+    «last»
     v_tile.store(dv_acc.to(«dtype»))
+    k_tile.store((dk_acc«factor»).to(«dtype»))
     fence_async_shared()
     tma.async_copy_shared_to_global(dk_desc, «dk_at», k_tile._reinterpret(«dk_block»))
     tma.async_copy_shared_to_global(dv_desc, «dv_at», v_tile._reinterpret(«dv_block»))
@@ -105,9 +111,9 @@ slot = count % STAGES
 copied(q_ready, count, STAGES)
 q_tile = q_smem.index(slot)
 do_tile = do_smem.index(slot)
-score = product(k_tile, q_tile, KEYS_DOWN, BLOCK_M)
+score = product(«k_left», q_tile, KEYS_DOWN, BLOCK_M)
 copied(do_ready, count, STAGES)
-d_p = product(v_tile, do_tile, KEYS_DOWN, BLOCK_M)
+d_p = product(«v_left», do_tile, KEYS_DOWN, BLOCK_M)
 «values»
 score = warpgroup_mma_wait(1, (score,))
 «score»
@@ -115,14 +121,18 @@ lse = row_smem.index(slot).slice(0, BLOCK_M).load(gl.SliceLayout(0, KEYS_DOWN))
 «weights»
 left = gl.convert_layout(p.to(«dtype»), LEFT)
 dv_acc = warpgroup_mma(left, do_tile, dv_acc, is_async=True)
+«slope»
 d_p = warpgroup_mma_wait(1, (d_p,))
 delta = row_smem.index(slot).slice(BLOCK_M, BLOCK_M).load(gl.SliceLayout(0, KEYS_DOWN))
 «gradients»
+«hand_over»
 d_left = gl.convert_layout(«d_name».to(«dtype»), LEFT)
 dk_acc = warpgroup_mma(d_left, q_tile, dk_acc, is_async=True)
-dv_acc, dk_acc, left, d_left = warpgroup_mma_wait(0, (dv_acc, dk_acc, left, d_left))
+«share»
+dv_acc, dk_acc, left, d_left«kept» = warpgroup_mma_wait(«under_way», (dv_acc, dk_acc, left, d_left«kept»))
 barrier("arrive", FIRST_FREE + slot, 288)
 barrier("arrive", SECOND_FREE + slot, 288)
+«added»
 count += 1
 '''
 
@@ -204,6 +214,7 @@ d_p = product(do_tile, v_smem.index(slot), QUERIES_DOWN, BLOCK_N)
 score = warpgroup_mma_wait(1, (score,))
 «score»
 «weights»
+«slope»
 d_p = warpgroup_mma_wait(0, (d_p,))
 barrier("arrive", SECOND_FREE + slot, 288)
 «gradients»
@@ -224,7 +235,7 @@ def product(left, right, layout: gl.constexpr, columns: gl.constexpr):
 
 KEY_GRADIENTS = '''\
 @gluon.jit(do_not_specialize=«sizes»)
-def key_gradients(
+def «name»(
     «parameters»
 ):
     k_smem = gl.allocate_shared_memory(«dtype», [2, 64, «size»], SHARED)
@@ -232,6 +243,7 @@ def key_gradients(
     q_smem = gl.allocate_shared_memory(«dtype», [STAGES, «rows», «size»], SHARED)
     do_smem = gl.allocate_shared_memory(«dtype», [STAGES, «rows», «size»], SHARED)
     row_smem = gl.allocate_shared_memory(gl.float32, [STAGES, 2 * «rows»], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    «memory»
     k_ready = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     q_ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     do_ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
@@ -239,20 +251,17 @@ def key_gradients(
     for i in gl.static_range(STAGES):
         mbarrier.init(q_ready.index(i), count=1)
         mbarrier.init(do_ready.index(i), count=1)
-    multiplied = (
-        «multiplied»
-    )
-    copied_in = (
-        «copied»
-    )
+    «ready»
+    «given»
     gl.warp_specialize(
-        [(key_sums, (multiplied, 0)), (key_sums, (multiplied, 1)), (copy_queries, (copied_in,))], [4, 1], [240, 24]
+        [(key_sums, (multiplied, 0)), (key_sums, (multiplied, 1)), «more»(copy_queries, (copied_in,))],
+        «warps», «registers»
     )
 '''
 
 QUERY_GRADIENT = '''\
 @gluon.jit(do_not_specialize=«sizes»)
-def query_gradient(
+def «name»(
     «parameters»
 ):
     q_smem = gl.allocate_shared_memory(«dtype», [2, 64, «size»], SHARED)
@@ -266,13 +275,9 @@ def query_gradient(
     for i in gl.static_range(STAGES):
         mbarrier.init(k_ready.index(i), count=1)
         mbarrier.init(v_ready.index(i), count=1)
-    multiplied = (
-        «multiplied»
-    )
-    copied_in = (
-        «copied»
-    )
+    «given»
     gl.warp_specialize(
-        [(query_sums, (multiplied, 0)), (query_sums, (multiplied, 1)), (copy_keys, (copied_in,))], [4, 1], [240, 24]
+        [(query_sums, (multiplied, 0)), (query_sums, (multiplied, 1)), (copy_keys, (copied_in,))],
+        «warps», «registers»
     )
 '''

@@ -106,6 +106,10 @@ class Options:
         False, _flag, "a request's result depends on no other request, bit by bit: generated kernels cut its keys alike"
     )
 
+    deterministic: bool = _option(
+        True, _flag, "gradients are the same bits every time; otherwise a faster kernel may add to them in any order"
+    )
+
     @classmethod
     def parse(cls, options: Mapping[str, object] | None = None, mode: str | None = None) -> Options:
         """Options from what torch.compile passes on. Raises OptionError, saying what is accepted."""

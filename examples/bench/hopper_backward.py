@@ -35,6 +35,8 @@ from fusecomp.planning.plan import plan
 from fusecomp.running.cache import directory
 from fusecomp.running.loader import load
 
+NAMES = ("hopper", "atomic", "portable")
+"""The kernels for Hopper, those that add to dQ in any order, and the portable ones."""
 CLOSE = 6e-3
 """Relative error up to which gradients in bfloat16 are right."""
 Step = Callable[[], Any]
@@ -61,8 +63,10 @@ class Case:
 
 CASES = [
     Case("causal D128", 128, portable=True), Case("causal D64", 64, portable=True), Case("full D128", 128, False),
-    Case("full D64", 64, False), Case("soft cap D64", 64, cap=30.0), Case("causal D128 N16384", 128, b=1, n=16384),
-    Case("soft cap D128", 128, cap=30.0), Case("causal D128 H32/8", 128, b=2, h=32, group=4),
+    Case("full D64", 64, False), Case("soft cap D64", 64, cap=30.0, portable=True),
+    Case("soft cap D128", 128, cap=30.0, portable=True), Case("causal D128 N16384", 128, b=1, n=16384),
+    Case("causal D128 H32/8", 128, b=2, h=32, group=4), Case("causal D64 N1024", 64, n=1024, portable=True),
+    Case("causal D128 N1024", 128, n=1024, portable=True),
 ]  # fmt: skip
 
 
@@ -87,14 +91,14 @@ def region(case: Case) -> AttentionRegion:
     )  # fmt: skip
 
 
-def generated(case: Case, args: list[Tensor], up: Tensor, by_hopper: bool) -> tuple[Step, Step, list[Tensor]]:
+def generated(case: Case, args: list[Tensor], up: Tensor, by: str) -> tuple[Step, Step, list[Tensor]]:
     """(forward, backward, gradients)."""
     meaning, sizes = region(case), {"B": case.b, "H": case.h, "M": case.n, "N": case.n}
     tiles = plan(meaning, sizes)
     plans = backward_plan(meaning, current(), sizes)
-    if by_hopper:
+    if by != "portable":
         tiles = hopper.specialised(meaning, tiles)
-        plans = hopper_backward.specialised(meaning, tiles)
+        plans = hopper_backward.specialised(meaning, tiles, deterministic=by == "hopper")
     forward = load(emit(meaning, tiles, saves_lse=True), directory("kernels")).launch
     backward = load(emit_backward(meaning, plans), directory("kernels")).launch
     out, lse = torch.empty_like(args[0]), torch.empty(args[0].shape[:3], device="cuda")
@@ -132,8 +136,8 @@ def measure(case: Case) -> dict[str, Any]:
     args = [torch.randn(shape, device="cuda", dtype=torch.bfloat16) for shape in shapes]
     up, steps, off = torch.randn_like(args[0]), {}, {}
     right = exact(case, args, up)
-    for name in ("hopper", "portable") if case.portable else ("hopper",):
-        forward, backward, grads = generated(case, args, up, name == "hopper")
+    for name in NAMES if case.portable else NAMES[:2]:
+        forward, backward, grads = generated(case, args, up, name)
         forward(), backward()
         off[name] = max(float(relative(g[:1, : e.shape[1]], e)) for g, e in zip(grads, right, strict=True))
         if off[name] <= CLOSE:
@@ -144,7 +148,7 @@ def measure(case: Case) -> dict[str, Any]:
     if not case.cap and case.group == 1:
         forward, step = cudnn(case, args, up)
         ms |= timed({"cudnn forward": forward, "cudnn": step})
-    rates = {name: round(7 * case.product / ms[name] / 1e9) for name in ("hopper", "portable", "cudnn") if name in ms}
+    rates = {name: round(7 * case.product / ms[name] / 1e9) for name in (*NAMES, "cudnn") if name in ms}
     print(case.name, rates, ms, {name: f"{x:.1e}" for name, x in off.items()}, flush=True)
     return {"case": case.name, "shape": shapes[:2], "tflops": rates, "ms": ms, "error": off}
 

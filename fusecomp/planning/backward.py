@@ -47,6 +47,8 @@ class BackwardPlan:
     """Of dQ: block_m queries a program, block_n keys at a time."""
     keys: TilePlan
     """Of dK and dV: block_n keys a program, block_m queries at a time."""
+    once: bool = False
+    """Whether the programs of dK and dV add to dQ too, in any order, so that the scores are computed once."""
 
 
 def backward_plan(

@@ -88,7 +88,7 @@ def lower(
         source, launch = generate(looked_through(match, tiles), tiles)
         return Lowered(key_of(source), launch, "triton", source.plan, source)
     try:
-        return for_training(match, tiles, sizes)
+        return for_training(match, tiles, sizes, options)
     except (KernelError, PlanError) as error:
         source, launch = generate(match, tiles)
         return Lowered(key_of(source), launch, "triton", source.plan, source, why_no_backward=str(error))
@@ -124,7 +124,7 @@ def on_cpu(device: torch.device, options: Options) -> bool:
     return device.type == "cpu" and not triton_interprets()
 
 
-def for_training(match: Match, tiles: TilePlan, sizes: Mapping[str, int]) -> Lowered:
+def for_training(match: Match, tiles: TilePlan, sizes: Mapping[str, int], options: Options) -> Lowered:
     """A forward kernel that saves the log-sum-exp, and its backward. KernelError or PlanError where there is none."""
     region = match.region
     source, launch = generate(match, tiles, saves_lse=True)
@@ -133,7 +133,7 @@ def for_training(match: Match, tiles: TilePlan, sizes: Mapping[str, int]) -> Low
     if tiles.visits == "table" and tiles.cost is not None and gradients_visit(tiles.cost.seconds):
         plans = by_table(plans, region, others)
     if tiles.consumers and tiles.visits == "bounds" and hopper.trains(match):
-        plans = hopper_backward.specialised(region, tiles)
+        plans = hopper_backward.specialised(region, tiles, hopper.in_order(options))
     backward = emit_backward(region, plans, others, fixed(match))
     module = runnable(backward)
     return Lowered(f"{key_of(source)}-{key_of(backward)[-8:]}", launch, "triton", source.plan, source,
