@@ -204,6 +204,14 @@ def test_descriptors_describe_the_new_tensor() -> None:
     assert run.rest == (7,)
 
 
+@pytest.mark.parametrize(("other", "alike"), [("cpu", True), ("meta", False)])
+def test_tensors_of_another_device(module: Any, heard: list[Any], other: str, alike: bool) -> None:
+    x, y = torch.zeros(4), torch.zeros(4, device=other)
+    plain = SimpleNamespace(run=None, function=None, packed_metadata=None, metadata=SimpleNamespace())
+    found = replay.recorded([x, y], replay.Watch([]), [Launched(plain, (1, 1, 1), (x, y))], x)
+    assert (found is not None) == alike
+
+
 def test_launches_that_are_not_recorded() -> None:
     x, y = torch.zeros(4), torch.zeros(4)
     plain = SimpleNamespace(run=None, function=None, packed_metadata=None, metadata=SimpleNamespace())

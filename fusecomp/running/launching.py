@@ -40,7 +40,7 @@ class Launched(NamedTuple):
     """A launch of a compiled kernel."""
 
     compiled: Any
-    grid: tuple[int, int, int]
+    grid: tuple[int, ...]
     args: tuple[Any, ...]
     """All that the kernel takes, constants too."""
 

@@ -183,9 +183,10 @@ def recorded(
     held, descriptors = [*tensors, *seen.made], list[Descriptor]()
     runs = [run_of(launch, held, descriptors) for launch in launches]
     arranged = arrangement(results, held)
-    if not seen.sound or not runs or None in runs or arranged is None:
-        return None
     device, guards = tensors[0].device, torch._C._dynamo.guards
+    apart = any(x.device != device for x in held)
+    if not seen.sound or apart or not runs or None in runs or arranged is None:
+        return None
     shapes, strides = [list(x.shape) for x in tensors], [list(x.stride()) for x in tensors]
     return Recording(
         guards.TensorGuards(*tensors, dynamic_dims_sizes=shapes, dynamic_dims_strides=strides).check,
@@ -208,7 +209,7 @@ def arrangement(results: Tensor | Sequence[Tensor], held: Sequence[Tensor]) -> C
         return None
     if isinstance(results, Tensor):
         return itemgetter(*places)
-    kind = type(results)
+    kind: Callable[..., Any] = type(results)
     return lambda found: kind(found[i] for i in places if i is not None)
 
 
