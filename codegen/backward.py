@@ -67,7 +67,7 @@ VERSION = 7
 OWN = frozenset({
     "m", "first_row", "query", "k_row", "k_tiles", "k_start", "k_last", "q_begin", "q_end", "member", "lse", "delta",
     "log_sum", "logit", "d_p", "d_score", "d_logit", "grads", "grad", "grad_out", "row_products", "query_gradient",
-    "key_gradients", "weight", "grad_lse", "d_lse", "whole", "width", "key_tiles", "query_tiles",
+    "key_gradients", "weight", "grad_lse", "d_lse", "seen", "whole", "width", "key_tiles", "query_tiles",
 }) | hopper_backward.NAMES  # fmt: skip
 """What the backward skeletons call their own variables, beside `RESERVED`."""
 
@@ -271,7 +271,7 @@ def pair_gradient(frame: GradientFrame, leaf: Leaf) -> tuple[str, list[str]]:
         "query": query_tiles(frame, whole=True),
         "values": queries.query_values(frame),
         "pointers": tile_pointers(frame),
-        "key_range": key_range(frame),
+        "key_range": [*key_range(frame), *pairs.hidden(frame)],
         "begin": pairs.begin(frame),
         "end": pairs.end(frame),
         "tile": pairs.tile(frame, leaf),

@@ -8,14 +8,17 @@ host then adds up: nothing is added atomically, and the result is the same every
 
 from __future__ import annotations
 
+from functools import partial, reduce
+
 from fusecomp.codegen.address import Address, address, at_tile, sum_text
 from fusecomp.codegen.backward_frame import GradientFrame, Leaf
 from fusecomp.codegen.backward_keys import axis_size, outer
 from fusecomp.codegen.backward_queries import score_gradient
 from fusecomp.codegen.backward_tile import leaf_gradient, log_sums, rounded, scaled_by, seldom
-from fusecomp.codegen.memory import row_base
+from fusecomp.codegen.memory import element_loads, row_base
 from fusecomp.codegen.printer import triton_text
 from fusecomp.codegen.tile import indented, places
+from fusecomp.ir.algebra import apply
 from fusecomp.ir.expr import Const, Expr, Var, variables
 from fusecomp.ir.region import AttentionRegion
 
@@ -88,7 +91,28 @@ def begin(frame: GradientFrame) -> str:
 
 
 def end(frame: GradientFrame) -> str:
+    return "k_last" if frame.reach.loose else _end(frame)
+
+
+def _end(frame: GradientFrame) -> str:
     return f"tl.minimum(k_first + BLOCK_N, {frame.k_end})"
+
+
+def hidden(frame: GradientFrame) -> Lines:
+    """Where a term of the mask is data: the tile of it, for what it hides whole is not visited."""
+    if not frame.reach.loose:
+        return []
+    live = Var("live", frame.kv_idx.size)
+    sees = reduce(partial(apply, "and"), frame.region.keep, live)
+    names = frame.tile_names.having({live: "live[None, :]"})
+    body = [*element_loads(frame, True, [sees]), f"seen = {triton_text(sees, names)}"]
+    return [
+        "# A tile that the mask hides from all of the queries is not visited",
+        "k_start = k_first",
+        *places(frame, "\n".join(body)),
+        *body,
+        f"k_last = tl.where(tl.max(tl.max(seen.to(tl.int32), axis=1), axis=0) > 0, {_end(frame)}, k_first)",
+    ]
 
 
 def tile(frame: GradientFrame, leaf: Leaf) -> Lines:

@@ -236,3 +236,23 @@ def test_biases_are_read_in_vectors() -> None:
     read = cross_compile(emit_backward(*BACKWARD["bias_backward"]), 90, "key_gradients").ptx
     assert "ld.global.b16" not in read
     assert "ld.global.v4.b32" in read
+
+
+def documents() -> AttentionRegion:
+    """A learned bias of heads, beside a mask that says which pairs are of one document."""
+    same = load(1, b, 0, q_idx, kv_idx, dtype="bool")
+    s = apply("add", scaled_score, load(0, h, q_idx, kv_idx))
+    return attention(s, same, loads=[((H, M, N), FLOAT), ((B, 1, M, N), "bool")])
+
+
+def test_tiles_of_a_bias_that_data_hides(interpreter: Interpreter) -> None:
+    """What the mask hides has a gradient of 0; a tile of which it hides all is left out, as the generated text says."""
+    region, sizes = documents(), {**SIZES, "M": 48, "N": 64}
+    args = inputs_of(region, sizes)
+    args[4] = (torch.arange(48)[:, None] // 20 == torch.arange(64) // 20).expand(2, 1, 48, 64).clone()
+    args[4][1, 0, :, 32:] = False
+    args[4][..., 0] = True  # each query sees a key
+    agree(interpreter, region, args, sizes, learn=["load0"])
+    text = emit_backward(region, small(region), frozenset({"load0"})).text
+    assert "range(k_first, k_last, BLOCK_N)" in text
+    assert "k_first, k_last" not in emit_backward(REGIONS["bias"], small(REGIONS["bias"]), frozenset({"load0"})).text
