@@ -159,14 +159,19 @@ def prepared(frame: Frame) -> Lines:
     return [f"{', '.join(names)} = {', '.join(f'in_rows({name})' for name in names)}", "triton.set_allocator(scratch)"]
 
 
-HELPERS = '''\
+IN_ROWS = '''\
 def in_rows(x):
     """x, copied unless a tensor descriptor can say where it lies: dense columns, the rest in whole 16 bytes."""
     *outer, last = x.stride()
-    step = 16 // x.element_size()
-    whole = last == 1 and x.data_ptr() % 16 == 0 and not any(s % step for s in outer)
-    return x if whole else x.clone(memory_format=torch.contiguous_format)
+    step, columns = 16 // x.element_size(), x.shape[-1]
+    if last == 1 and x.data_ptr() % 16 == 0 and not any(«outside» for s in outer):
+        return x
+    return x.new_empty(*x.shape[:-1], columns + -columns % step)[..., :columns].copy_(x)
+'''
+"""A descriptor that the host makes of a whole tensor has no stride of 0; one that a program makes of a head's rows may
+lie in a tensor whose heads are repeated."""
 
+HELPERS = f'''{IN_ROWS.replace("«outside»", "s % step")}
 
 def scratch(size, alignment, stream):
     """Memory in which a launch keeps its descriptors."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from fusecomp.codegen.descriptors import IN_ROWS
 from fusecomp.codegen.frame import Frame
 from fusecomp.codegen.hopper import REGISTERS, blocks
 from fusecomp.codegen.hopper_pairs import shared_axes
@@ -13,15 +14,7 @@ Lines = list[str]
 PAIR_TURN = 8
 """Heads: with 132 programs and D 64 to 128, K and V and pairs together are read least with 8 to 11."""
 
-LAUNCH_HELPERS = '''\
-def in_rows(x):
-    """x, copied unless a tensor descriptor can say where it lies: dense columns, the rest in whole 16 bytes."""
-    *outer, last = x.stride()
-    step, columns = 16 // x.element_size(), x.shape[-1]
-    if last == 1 and x.data_ptr() % 16 == 0 and not any(s % step or not s for s in outer):
-        return x
-    return x.new_empty(*x.shape[:-1], columns + -columns % step)[..., :columns].copy_(x)
-
+LAUNCH_HELPERS = f'''{IN_ROWS.replace("«outside»", "s % step or not s")}
 
 def described(x, block, rows):
     """A tensor descriptor of x, copied in blocks of that shape. What lies after its first `rows` reads as zeros."""
