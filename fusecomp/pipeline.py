@@ -170,6 +170,8 @@ def refused(match: Match, options: Options) -> str:
         return "the option lowering is off"
     if (what := foreign(match)) is not None:
         return f"there is no kernel for {what}"
+    if any(getattr(torch, match.region.operand(name).dtype).itemsize == 1 for name in match.learned):
+        return "it is trained through operands of 8 bits, whose gradients PyTorch rounds to as many"
     return LOST if loses_gradient(match) else ""
 
 

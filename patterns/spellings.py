@@ -179,8 +179,11 @@ for _name in POINTWISE:
 
 @rule("add", "sub", "rsub", "subtract")
 def added(lift: Lift, node: Node, index: Index) -> Expr:
-    """a + alpha b, a - alpha b, b - alpha a"""
-    a, b = (real(lift_argument(lift, node, x, index)) for x in node.args[:2])
+    """a + alpha b, a - alpha b, b - alpha a; of two truth values, either"""
+    a, b = (lift_argument(lift, node, x, index) for x in node.args[:2])
+    if dtype(node) == "bool":
+        return apply("or", truth(a), truth(b))
+    a, b = real(a), real(b)
     alpha = number(argument(node, 2, "alpha", 1))
     if alpha is None:
         raise Decline("alpha is not a number", node)
@@ -208,13 +211,14 @@ BYTES = 2
 
 @rule("to", "_to_copy", "type_as", "float", "half", "bfloat16", "double", "long", "bool", "int",
       "_autocast_to_reduced_precision", "_autocast_to_full_precision")  # fmt: skip
-def casted(lift: Lift, node: Node, index: Index) -> Expr:
+def casted(lift: Lift, node: Node, index: Index) -> Expr | None:
     """The same value in another dtype. Kernels compute scores in float32, so roundings between float types drop out;
-    to a few bits they are meant, and no scores are rounded so."""
-    e = lift.lift(node.args[0], index)
-    if (dtype_kind(dtype(node)) == "int" or value(node).dtype.itemsize < BYTES) and lift.holds_score(e):
-        raise Decline(f"scores are rounded to {dtype(node)}", node, "keep them in a floating-point dtype of 16 bits")
-    return retyped(e, dtype(node))
+    to a few bits they are meant: scores are not rounded so, and what else is, the graph rounds."""
+    e, to = lift.lift(node.args[0], index), dtype(node)
+    coarse = any(v.is_floating_point() and v.dtype.itemsize < BYTES for v in map(value, (node, node.args[0])))
+    if (dtype_kind(to) == "int" or coarse) and lift.holds_score(e):
+        raise Decline(f"scores are rounded to {to}", node, "keep them in a floating-point dtype of 16 bits")
+    return None if coarse else retyped(e, to)
 
 
 @rule("copy")

@@ -42,10 +42,21 @@ def test_what_no_kernel_takes_is_declined(args: list[Tensor], fn: Callable[..., 
         lambda q, k, v: (q @ (k * 50).to(torch.int8).float().mT * 0.02).softmax(-1) @ v,
         lambda q, k, v: (q @ k.mT).double().softmax(-1).float() @ v,
         lambda q, k, v: (q @ k.mT * torch.tensor(0.3, dtype=torch.float64)).softmax(-1) @ v,
+        lambda q, k, v: (q @ k.mT + k.sum(-1)[:, :, None].to(torch.float8_e4m3fn).float()).softmax(-1) @ v,
+        lambda q, k, v: (q @ k.mT + ((k[..., 0] > 0) + (k[..., 1] > 0))[:, :, None]).softmax(-1) @ v,
+        lambda q, k, v: (q @ k.clone().transpose_(-1, -2)).softmax(-1).unsqueeze_(0).squeeze_(0) @ v,
     ],
 )
 def test_casts_to_what_kernels_take(fn: Callable[..., Tensor]) -> None:
     agree(fn, qkv())
+
+
+@pytest.mark.parametrize("learn", [False, True])
+def test_operands_of_eight_bits_are_not_trained_through(learn: bool) -> None:
+    def fn(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return (q.to(torch.float8_e4m3fn).float() @ k.mT).softmax(-1) @ v
+
+    agree(fn, qkv(learn=learn), train=learn, fused=0 if learn else 1)
 
 
 # ----------------------------------------------------------------------------------------------------------------

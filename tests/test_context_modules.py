@@ -101,6 +101,14 @@ def test_calls_of_all_kinds_in_one_graph() -> None:
     agree(fn, [*qkv(), torch.randn(13, 21), keep], fused=3)
 
 
+@pytest.mark.parametrize("learn", [False, True])
+def test_an_additive_mask_of_a_whole_row_gives_0(learn: bool) -> None:
+    bias = torch.randn(13, 21)
+    bias[3] = -INF
+    args = [*qkv(learn=learn), bias.requires_grad_(learn)]
+    agree(lambda *args: scaled_dot_product_attention(*args), args, train=learn)
+
+
 def test_a_mask_and_is_causal_together_are_pytorchs() -> None:
     def fn(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Tensor:
         return scaled_dot_product_attention(q, k, v, attn_mask=bias, is_causal=True)

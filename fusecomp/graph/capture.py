@@ -159,7 +159,8 @@ def views_apart(graph: Graph) -> None:
     for node in graph.nodes:
         name = op_name(node)
         if name in VIEWS_IN_PLACE and all(order[u] <= order[node] for u in node.args[0].users):
-            node.target = getattr(getattr(torch.ops.aten, name[:-1]), node.target._overloadname)
+            overload = "int" if name == "transpose_" else node.target._overloadname
+            node.target = getattr(getattr(torch.ops.aten, name[:-1]), overload)
 
 
 def without_dead_code(module: GraphModule) -> None:

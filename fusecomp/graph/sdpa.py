@@ -1,6 +1,6 @@
 """What F.scaled_dot_product_attention means.
 
-    SDPA(Q, K, V, mask, p) = dropout(softmax(scale * Q K^T + mask), p) V,   a query whose mask is all False gives 0
+    SDPA(Q, K, V, mask, p) = dropout(softmax(scale * Q K^T + mask), p) V,   a query whose scores are all -inf gives 0
 """
 
 from __future__ import annotations
@@ -48,11 +48,11 @@ def definition(how: How, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = 
     scores = torch.matmul(q, k.transpose(-2, -1)) * scale
     if how.causal:
         mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).tril()
-    if mask is not None and mask.dtype == torch.bool:
-        scores = scores.masked_fill(mask.logical_not(), float("-inf"))
-        weights = torch.softmax(scores, -1).nan_to_num(0.0)
-    else:
-        weights = torch.softmax(scores if mask is None else scores + mask, -1)
+    if mask is not None:
+        hides = mask.dtype == torch.bool
+        scores = scores.masked_fill(mask.logical_not(), float("-inf")) if hides else scores + mask
+    weights = torch.softmax(scores, -1)
+    weights = weights if mask is None else weights.nan_to_num(0.0)
     if how.p:
         weights = torch.dropout(weights, how.p, True)
     return torch.matmul(weights.to(v.dtype), v)

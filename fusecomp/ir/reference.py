@@ -289,9 +289,9 @@ def softmax(region: AttentionRegion, logits: Tensor, env: Env, out: Tensor | Non
         return torch.cat([logits, sink], -1).softmax(-1)[..., :-1]
     if region.subtracted:
         return (logits - torch.logsumexp(logits, -1, keepdim=True)).exp()
-    p = torch.softmax(logits, -1, out=out)
-    empty = region.empty_row == "zero"
-    return torch.where((logits == -math.inf).all(-1, keepdim=True), 0.0, p) if empty else p
+    empty = (logits == -math.inf).all(-1, keepdim=True) if region.empty_row == "zero" else None
+    p = torch.softmax(logits if empty is None else logits.masked_fill(empty, 0.0), -1, out=out)
+    return p if empty is None else p.masked_fill(empty, 0.0)
 
 
 def arrange(region: AttentionRegion, out: Tensor) -> Tensor:
