@@ -62,7 +62,8 @@ def backward_plan(
         made = {kernel: _fastest(region, lengths, on, kernel) for kernel in KERNELS}
     else:
         made = {kernel: _fitting(region, kernel, t, on) for kernel, t in _known(region).items()}
-    return BackwardPlan(*(_plan(region, t, kernel, name) for kernel, t in made.items()))
+    queries, keys = (_plan(region, t, kernel, name) for kernel, t in made.items())
+    return BackwardPlan(queries, keys)
 
 
 def by_table(plan: BackwardPlan, region: AttentionRegion, learned: frozenset[str]) -> BackwardPlan:
