@@ -168,4 +168,5 @@ def covers(frame: GradientFrame, name: str, fixed: Fixed = ()) -> bool:
 
 def product(sizes: Iterable[Expr]) -> Expr:
     """How many elements there are."""
-    return reduce(partial(apply, "mul"), sizes, Const(1))
+    one: Expr = Const(1)
+    return reduce(partial(apply, "mul"), sizes, one)

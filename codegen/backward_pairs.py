@@ -102,7 +102,7 @@ def hidden(frame: GradientFrame) -> Lines:
     """Where a term of the mask is data: the tile of it, for what it hides whole is not visited."""
     if not frame.reach.loose:
         return []
-    live = Var("live", frame.kv_idx.size)
+    live: Expr = Var("live", frame.kv_idx.size)
     sees = reduce(partial(apply, "and"), frame.region.keep, live)
     names = frame.tile_names.having({live: "live[None, :]"})
     body = [*element_loads(frame, True, [sees]), f"seen = {triton_text(sees, names)}"]

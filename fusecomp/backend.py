@@ -124,7 +124,8 @@ def fuse(gm: GraphModule, example_inputs: Sequence[Any], **options: Any) -> Grap
     """Fuse the attentions of an FX graph, such as `torch.export.export(...).module()`.
 
     `example_inputs` are tensors or numbers of the graph's inputs; lengths are fixed to theirs, unless the graph carries
-    symbolic ones. Returns a new GraphModule, or `gm` itself where nothing was fused.
+    symbolic ones. `options` are the backend's; the rest of the graph is left as it is. Returns a new GraphModule, or
+    `gm` itself where nothing was fused. OptionError for an unknown option; VerificationError under strict=True.
     """
     from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 

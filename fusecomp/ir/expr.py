@@ -27,7 +27,8 @@ class Expr:
     """A scalar. Equality is structural; the hash is computed once, since expressions share their parts."""
 
     def __post_init__(self) -> None:
-        key = (type(self), *(_exact(getattr(self, name)) for name in self.__match_args__))  # fields(self), sooner
+        names: tuple[str, ...] = self.__match_args__  # fields(self), sooner
+        key = (type(self), *(_exact(getattr(self, name)) for name in names))
         object.__setattr__(self, "_key", key)
         object.__setattr__(self, "_hash", hash(key))
 
