@@ -76,9 +76,10 @@ def replace_first(reader: Node, old: Node, new: Node) -> None:
 
 
 def broadcasts(product: Node, x: Node, other: Node) -> bool:
-    """Whether the side has fewer requests or heads than the product."""
+    """Whether the side, a stack of matrices, has fewer requests or heads than the product."""
+    matrices = op_name(product) == "matmul" and all(n.meta["val"].dim() > 1 for n in (x, other))
     mine, theirs = (n.meta["val"].shape[:-2] for n in (x, other))
-    return op_name(product) == "matmul" and len(theirs) >= len(mine) and torch.broadcast_shapes(mine, theirs) != mine
+    return matrices and len(theirs) >= len(mine) and torch.broadcast_shapes(mine, theirs) != mine
 
 
 def expanded(x: Tensor, *other: Tensor) -> Tensor:

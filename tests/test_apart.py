@@ -105,6 +105,18 @@ def test_a_batch_that_the_product_broadcasts(reasons: list[str]) -> None:
     assert reasons == [""]
 
 
+def one_vector(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """A vector is no matrix of a batch: broadcast to it, the product would be another."""
+    return (k @ q).softmax(-1)[:, :, None] @ k[:, :, :7] + (k @ q).sum() * 0 * v.sum()
+
+
+def test_a_vector_is_not_broadcast(reasons: list[str]) -> None:
+    made = compiled(one_vector, [torch.randn(*s, requires_grad=True) for s in ((16,), (2, 3, 7, 16), (1,))])
+    assert reasons
+    for node in made[0].module.graph.nodes:
+        assert op_name(node) != "expand" or node.args[0].meta["val"].dim() > 1
+
+
 def with_itself(x: Tensor) -> Tensor:
     """One tensor on both sides of one call."""
     return torch.einsum("bhqk,bhkd->bhqd", torch.einsum("bhqd,bhkd->bhqk", x, x).softmax(-1), x)
