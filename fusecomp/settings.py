@@ -107,7 +107,7 @@ class Options:
     )
 
     deterministic: bool = _option(
-        True, _flag, "gradients are the same bits every time; otherwise a faster kernel may add to them in any order"
+        True, _flag, "generated kernels give the same gradients every time, bit by bit; faster ones add in any order"
     )
 
     @classmethod
