@@ -5,8 +5,7 @@ The masks, scores and derivatives are those of the portable kernel (codegen/back
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from fusecomp.codegen import backward_range as ranges
 from fusecomp.codegen.backward_frame import GradientFrame
@@ -30,16 +29,20 @@ from fusecomp.ir.region import extent
 
 Function = tuple[str, list[str]]
 """(text, what it is given)."""
-NOTHING: Holes = {"hand_over": [], "share": [], "under_way": "0", "added": []}
 
 
 @dataclass(frozen=True)
 class Share:
-    """What a group that multiplies does about dQ: nothing where another kernel computes it."""
+    """What a group that multiplies does about dQ, as lines: nothing where another kernel computes it."""
 
-    begun: Sequence[str] = ()
-    step: Mapping[str, str | Lines] = field(default_factory=lambda: NOTHING)
-    last: Sequence[str] = ()
+    begun: str = ""
+    hand_over: str = ""
+    """dS of a tile."""
+    product: str = ""
+    """Begins what is added, in `products` products."""
+    products: int = 0
+    added: str = ""
+    last: str = ""
 
 
 def key_gradients(frame: GradientFrame) -> tuple[str, list[str]]:
@@ -66,10 +69,11 @@ def copying_queries(frame: GradientFrame) -> Function:
 def multiplying_queries(frame: GradientFrame, share: Share) -> Function:
     """What each group that multiplies does; `share`: and about dQ."""
     return function(frame, MULTIPLY_FOR_KEYS, {
-        **placed(frame), "places": _key_places(frame), "size": str(extent(frame.region.dv)), "begun": list(share.begun),
-        "held": held(frame)[0], "queries": with_members(frame, _walked_queries(frame, share.step)),
-        "last": list(share.last), "factor": scaled_by("", frame.factor_of(0)),
-        "dtype": triton_dtype(frame.region.out_dtype), **copies(frame, "key_gradients", ["dk", "dv"]),
+        **placed(frame), "places": _key_places(frame), "size": str(extent(frame.region.dv)),
+        "begun": share.begun.splitlines(), "held": held(frame)[0],
+        "queries": with_members(frame, _walked_queries(frame, share)), "last": share.last.splitlines(),
+        "factor": scaled_by("", frame.factor_of(0)), "dtype": triton_dtype(frame.region.out_dtype),
+        **copies(frame, "key_gradients", ["dk", "dv"]),
     })  # fmt: skip
 
 
@@ -96,13 +100,13 @@ def with_members(frame: GradientFrame, body: str) -> Lines:
     return [f"for {member_name(frame)} in range({members(frame)}):", *indented(body.splitlines())]
 
 
-def _walked_queries(frame: GradientFrame, step: Mapping[str, str | Lines]) -> str:
+def _walked_queries(frame: GradientFrame, share: Share) -> str:
     """The loops over the tiles of queries that see a key."""
     found = frame.rows_reach
     begin, end = ranges.begin_name(frame), ranges.end_name(frame)
     cut = bool(found.upper or query_values(frame, edge=True))  # else Q = dO = 0 and P = 0 past the end
     tests = [*(x.term for x in (*found.lower, *found.upper)), *found.loose]
-    edge = key_step(frame, tests, step, edge=True)
+    edge = key_step(frame, tests, share, edge=True)
     before = f"for q_start in range({begin}, tl.minimum(full_begin, {end}), BLOCK_M):"
     after = f"for q_start in range(full_end, {end}, BLOCK_M):"
     return fill(MULTIPLY_QUERIES, {
@@ -112,12 +116,12 @@ def _walked_queries(frame: GradientFrame, step: Mapping[str, str | Lines]) -> st
         "before": [before, *indented(edge.splitlines()), ""] if found.lower else [],
         "begin": ranges.full_begin(frame),
         "end": "full_end" if cut else end,
-        "step": key_step(frame, list(found.loose), step, edge=False),
+        "step": key_step(frame, list(found.loose), share, edge=False),
         "after": [after, *indented(edge.splitlines())] if cut else [],
     })  # fmt: skip
 
 
-def key_step(frame: GradientFrame, tests: list[Expr], step: Mapping[str, str | Lines], edge: bool) -> str:
+def key_step(frame: GradientFrame, tests: list[Expr], share: Share, edge: bool) -> str:
     """dV += P^T dO;  dK += dS^T Q."""
     wanted = {x for e in read_by_tile(frame, tests) for x in parts(e)}
     named = [n for n, e in (*frame.element.hoisted, *frame.element.tiles) if e in wanted]
@@ -132,5 +136,7 @@ def key_step(frame: GradientFrame, tests: list[Expr], step: Mapping[str, str | L
     return fill(KEY_STEP, {
         "values": [*where, *values], "score": [*scores(frame), *mask(frame, tests, {})],
         "weights": probabilities(frame, "[None, :]"), **score_gradients(frame, "[None, :]"),
-        "d_name": frame.d_name(0), "dtype": triton_dtype(frame.region.out_dtype), **held(frame)[1], **step,
+        "d_name": frame.d_name(0), "dtype": triton_dtype(frame.region.out_dtype), **held(frame)[1],
+        "hand_over": share.hand_over.splitlines(), "share": share.product.splitlines(),
+        "under_way": str(share.products), "added": share.added.splitlines(),
     })  # fmt: skip

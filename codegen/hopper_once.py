@@ -12,7 +12,6 @@ from fusecomp.codegen.backward_memory import fixed_values
 from fusecomp.codegen.backward_queries import store
 from fusecomp.codegen.hopper_backward import Holes, Lines, function, kernel_of
 from fusecomp.codegen.hopper_backward_keys import (
-    NOTHING,
     Share,
     copying_queries,
     multiplying_queries,
@@ -84,20 +83,19 @@ def _dtypes(frame: GradientFrame) -> Holes:
 
 def _handed_over(frame: GradientFrame) -> Share:
     """What the groups that multiply do for the one that adds."""
-    step = {**NOTHING, "hand_over": fill(HAND_OVER, _dtypes(frame)).splitlines()}
-    return Share((), step, ['barrier("sync", K_READ, 384)'])
+    return Share(hand_over=fill(HAND_OVER, _dtypes(frame)), last='barrier("sync", K_READ, 384)')
 
 
 def _added_later(frame: GradientFrame) -> Share:
     """What the groups that multiply do for the tile of queries before."""
-    begun = [*PLACES.splitlines(), "sums = dq_sums_ptr  # of the tile of queries before"]
-    step: Holes = {
-        "hand_over": fill(KEEP, _dtypes(frame)).splitlines(),
-        "share": ["added = share(ds_smem, k_smem, ds_ready, count, group)"],
-        "under_way": "2",
-        "added": fill(ADD, {"head": f"({outer(frame)})"}).splitlines(),
-    }
-    return Share(begun, step, ADD_LAST.splitlines())
+    return Share(
+        begun=f"{PLACES}sums = dq_sums_ptr  # of the tile of queries before",
+        hand_over=fill(KEEP, _dtypes(frame)),
+        product="added = share(ds_smem, k_smem, ds_ready, count, group)",
+        products=2,
+        added=fill(ADD, {"head": f"({outer(frame)})"}),
+        last=ADD_LAST,
+    )
 
 
 def _adding(frame: GradientFrame) -> tuple[str, list[str]]:
