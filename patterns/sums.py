@@ -8,7 +8,7 @@ nothing else reads their sum.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import reduce
 from typing import Any
@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 
 from fusecomp.graph.capture import inline
-from fusecomp.graph.facts import dtype, is_tensor, op_name, value
+from fusecomp.graph.facts import Facts, dtype, is_tensor, op_name, value
 from fusecomp.graph.rewriting import Written, write
 from fusecomp.patterns.contraction import contraction
 
@@ -47,9 +47,17 @@ def distribute(module: GraphModule) -> Iterator[Written]:
             continue
         for weights in (spec.left, spec.right):
             terms = list(terms_of(weights, product))
-            if len(terms) > 1 and all(leads_to_softmax(t.weights) for t in terms):
+            if len(terms) > 1 and all(leads_to_softmax(t.weights) for t in terms) and not written(terms, product):
                 yield distributed(product, weights, terms)
                 break
+
+
+def written(terms: Sequence[Term], product: Node) -> bool:
+    """Whether something that a term is made of is written into before the product: it was read by then."""
+    facts = Facts(product.graph)
+    made_of = [n for t in terms for n in (t.weights, *t.factors) if isinstance(n, Node)]
+    first = {n: min(facts.position[u] for u in n.users) for n in made_of}
+    return any(facts.written_between(n, at, facts.position[product]) for n, at in first.items())
 
 
 def terms_of(node: Node, reader: Node, sign: int = 1, factors: tuple[Any, ...] = ()) -> Iterator[Term]:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from agreement import agree
 from torch import Tensor
 from torch.fx import GraphModule
 from torch.nn.functional import scaled_dot_product_attention
@@ -109,6 +110,25 @@ def test_a_declined_sum_of_softmaxes_keeps_its_one_product() -> None:
     calls, fused = rewritten(both, qkv())
     assert fused == 1
     assert calls["matmul"] == 3
+
+
+@pytest.mark.parametrize("what", ["the factor", "a term"])
+def test_a_sum_whose_parts_are_overwritten_stays(what: str) -> None:
+    def fn(q: Tensor, k: Tensor, v: Tensor, factor: Tensor) -> Tensor:
+        a, b = weights(q, k), weights(k[..., :7, :], k)
+        total = a - b * factor
+        (factor if what == "the factor" else a).mul_(2.0)
+        return total @ v
+
+    agree(fn, [*qkv(), torch.tensor([0.5])], fused=0)
+
+
+def test_a_sum_whose_factor_was_written_before_is_fused() -> None:
+    def fn(q: Tensor, k: Tensor, v: Tensor, factor: Tensor) -> Tensor:
+        factor.mul_(2.0)
+        return (weights(q, k) - weights(k[..., :7, :], k) * factor) @ v
+
+    agree(fn, [*qkv(), torch.tensor([0.5])], fused=2)
 
 
 def test_a_fused_sum_of_softmaxes_does_not() -> None:
