@@ -9,7 +9,7 @@ has a tile of its own in registers: they take sizes that are known to be good, m
     D <= 128           128 x 64, 8 warps        64 x 128, 8 warps      3 stages, 2 of the second
     D <= 256           64 x 64,  8 warps        32 x 64,  8 warps      2 stages
     more, or float32   32 x 32,  4 warps        32 x 32,  4 warps      2 stages
-    with dropout       at most x 64             at most 32 x, not x 128 but x 64, 4 warps
+    with dropout       at most x 64             at most 32 x 64, of 4 warps where 128 had 8
     bias or mask read  64 x 64,  8 warps        64 x 64,  8 warps      and so its own gradient, 1 stage
 """
 
