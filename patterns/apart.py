@@ -37,7 +37,7 @@ def own_operands(match: Match) -> list[Node]:
         assert spec is not None
         sides = (spec.left, spec.right), (spec.right, spec.left)
         made += [own_operand(product, spec, x, other) for x, other in sides if x not in within]
-    return made
+    return [node for node in made if node is not None]
 
 
 def found_apart(module: GraphModule, match: Match, own: Iterable[Node]) -> Match | None:
@@ -53,16 +53,18 @@ def withdraw(own: Iterable[Node]) -> None:
         node.graph.erase_node(node)
 
 
-def own_operand(product: Node, spec: Contraction, x: Node, other: Node) -> Node:
+def own_operand(product: Node, spec: Contraction, x: Node, other: Node) -> Node | None:
     """A view of one side, of the whole batch, or under the casts and turns that a kernel reads through."""
-    readers = {product, *inside(product, spec)}
+    readers = {n for n in (product, *inside(product, spec)) if x in n.all_input_nodes}
+    if not readers:
+        return None
     if broadcasts(product, x, other):
         inputs = [x, other]
     else:
         while exact(x) or op_name(x) in TURNS:
             readers, x = {x}, x.args[0]  # type: ignore[assignment]
         inputs = [x]
-    new = inline(min(n for n in readers if x in n.all_input_nodes), expanded, inputs)
+    new = inline(min(readers), expanded, inputs)
     carry(x, new)
     for reader in readers:
         replace_first(reader, x, new)
@@ -71,8 +73,8 @@ def own_operand(product: Node, spec: Contraction, x: Node, other: Node) -> Node:
 
 def replace_first(reader: Node, old: Node, new: Node) -> None:
     """Let a node read another at the first place where it reads `old`, which may be both sides of a product."""
-    left = [new]
-    reader.args = torch.fx.map_arg(reader.args, lambda n: left.pop() if n is old and left else n)
+    left, arguments = [new], (reader.args, dict(reader.kwargs))
+    reader.args, reader.kwargs = torch.fx.map_arg(arguments, lambda n: left.pop() if n is old and left else n)
 
 
 def broadcasts(product: Node, x: Node, other: Node) -> bool:

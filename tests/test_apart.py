@@ -122,8 +122,14 @@ def with_itself(x: Tensor) -> Tensor:
     return torch.einsum("bhqk,bhkd->bhqd", torch.einsum("bhqd,bhkd->bhqk", x, x).softmax(-1), x)
 
 
-def test_both_sides_of_a_call(reasons: list[str]) -> None:
-    compiled(with_itself, [torch.randn(2, 3, 7, 16, requires_grad=True)])
+def by_keyword(x: Tensor) -> Tensor:
+    x = x.flatten(0, 1)
+    return torch.baddbmm(torch.zeros(1), batch1=x, batch2=x.mT, beta=0, alpha=0.25).softmax(-1).bmm(x)
+
+
+@pytest.mark.parametrize("fn", [with_itself, by_keyword])
+def test_one_tensor_on_all_sides(fn: Callable[..., Tensor], reasons: list[str]) -> None:
+    compiled(fn, [torch.randn(2, 3, 7, 16, requires_grad=True)])
     assert reasons == [""]
 
 
