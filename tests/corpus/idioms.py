@@ -273,6 +273,12 @@ def numbers_of_ones_own_for_infinities(q: Tensor, k: Tensor, v: Tensor) -> Tenso
     return s.nan_to_num(-1.0, 0.5, -2.0).softmax(-1) @ v
 
 
+@CASES.fuse(dtypes=FULL)
+def scores_that_are_high_enough(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    s = (q @ k.mT) * 0.4
+    return torch.tanh(s).masked_fill((s < -0.5) | (s.abs() > 1.5), -INF).softmax(-1) @ v
+
+
 @CASES.decline(square, "scores are rounded to int32", dtypes=FULL)
 def scores_as_integers(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return (scores(q, k) * 4).to(torch.int32).to(q.dtype).softmax(-1) @ v
