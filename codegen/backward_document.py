@@ -40,7 +40,7 @@ def document(frame: GradientFrame, plan: BackwardPlan, key: str) -> list[str]:
         "    P = exp(S - lse)",
         f"    dV = sum over queries of  {weight}P dO",
         f"    dS = P ({weight}dO V - delta),  delta = sum over dv of  O dO{' - dlse' if region.lse else ''}",
-        "    dQ = sum over keys of  dS dS/dscore K,  dK = sum over queries of  dS dS/dscore Q",
+        "    dQ = sum over keys of  dS (dS/dscore) K,  dK = sum over queries of  dS (dS/dscore) Q",
         *(f"    d{leaf.load.tensor} = sum over its places of  {_share(leaf)}" for leaf in frame.leaves),
         "",
         "Tensors, through run-time strides:",
@@ -60,9 +60,9 @@ def _share(leaf: Leaf) -> str:
     """What a place adds to the gradient of something that learns."""
     x = text(leaf.load)
     return {
-        "score": f"dS dS/d({x})",
-        "weight": f"P dO V dW/d({x})",
-        "sink": f"-exp(sink - lse) delta dsink/d({x})",
+        "score": f"dS (dS/d({x}))",
+        "weight": f"P dO V (dW/d({x}))",
+        "sink": f"-exp(sink - lse) delta (dsink/d({x}))",
     }[leaf.source]
 
 

@@ -33,7 +33,7 @@ INNER = 100
 class Leaf:
     """One place at which a tensor that learns is read: x = load. Its gradient is a sum of
 
-    score     dS dS/dx
+    score     dS (dS/dx)
     weight    P dO V^T dW/dx
     sink      -exp(sink - lse) delta dsink/dx
     """

@@ -118,7 +118,7 @@ def centred(frame: GradientFrame, leaf: Leaf) -> bool:
     """Whether the gradient is summed around a mean, for what few keys with nearly all the weight add up to cancels, and
     delta is of a rounded O:
 
-        sum over keys of  dS dS/dx  =  sum of  dS (dS/dx - mean),  mean = sum of  P dS/dx,  as dS has the sum 0
+        sum over keys of  dS (dS/dx)  =  sum of  dS (dS/dx - mean),  mean = sum of  P dS/dx,  as dS has the sum 0
     """
     region, of_row = frame.region, leaf.source == "score" and frame.along(leaf) == "queries"
     return of_row and region.sink is None and not region.lse and depends_on_score(leaf.rest)

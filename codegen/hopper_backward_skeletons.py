@@ -16,7 +16,8 @@ ROW_BOX = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=3
 SUMS = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, «size», 16]))  # of the accumulators of gradients
 LEFT = gl.constexpr(gl.DotOperandLayout(0, SUMS.value, 2))
 KEYS_DOWN = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, «block_m», 16]))  # of S^T and dP^T
-FIRST_FREE, SECOND_FREE = «barriers»  # numbers of the hardware's barriers; Triton has those up to 3
+# Numbers of the hardware's barriers; Triton has those up to 3
+FIRST_FREE, SECOND_FREE = «barriers»
 """
 
 QUERY_LAYOUT = """\

@@ -20,7 +20,8 @@ P_TILE = gl.constexpr(gl.DotOperandLayout(0, OUTPUT.value, 2))
 SHARED = gl.constexpr(gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2))
 BOXES = {n: gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=n) for n in (2, 3, 4, 5)}
 THREADS = gl.constexpr(«threads»)  # of all warps that multiply, and the one that copies
-«names» = «barriers»  # numbers of the hardware's barriers; Triton has those up to 3
+# Numbers of the hardware's barriers; Triton has those up to 3
+«names» = «barriers»
 """
 
 HELPERS = '''\

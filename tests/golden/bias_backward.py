@@ -8,8 +8,8 @@ Its gradients, for dO the gradient of O:
     P = exp(S - lse)
     dV = sum over queries of  P dO
     dS = P (dO V - delta),  delta = sum over dv of  O dO
-    dQ = sum over keys of  dS dS/dscore K,  dK = sum over queries of  dS dS/dscore Q
-    dload0 = sum over its places of  dS dS/d(load0[q_idx, kv_idx])
+    dQ = sum over keys of  dS (dS/dscore) K,  dK = sum over queries of  dS (dS/dscore) Q
+    dload0 = sum over its places of  dS (dS/d(load0[q_idx, kv_idx]))
 
 Tensors, through run-time strides:
     q          [B, M, 64]  bfloat16

@@ -9,7 +9,7 @@ Its gradients, for dO the gradient of O:
     P = exp(S - lse)
     dV = sum over queries of  P dO
     dS = P (dO V - delta),  delta = sum over dv of  O dO
-    dQ = sum over keys of  dS dS/dscore K,  dK = sum over queries of  dS dS/dscore Q
+    dQ = sum over keys of  dS (dS/dscore) K,  dK = sum over queries of  dS (dS/dscore) Q
 
 Tensors, through run-time strides:
     q          [B, H, M, 64]  bfloat16

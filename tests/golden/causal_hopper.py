@@ -44,7 +44,8 @@ P_TILE = gl.constexpr(gl.DotOperandLayout(0, OUTPUT.value, 2))
 SHARED = gl.constexpr(gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2))
 BOXES = {n: gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=n) for n in (2, 3, 4, 5)}
 THREADS = gl.constexpr(288)  # of all warps that multiply, and the one that copies
-K_FREE, V_FREE, Q_FREE, MULTIPLY = gl.constexpr(4), gl.constexpr(6), gl.constexpr(8), gl.constexpr(10)  # numbers of the hardware's barriers; Triton has those up to 3
+# Numbers of the hardware's barriers; Triton has those up to 3
+K_FREE, V_FREE, Q_FREE, MULTIPLY = gl.constexpr(4), gl.constexpr(6), gl.constexpr(8), gl.constexpr(10)
 
 
 @gluon.constexpr_function

@@ -9,7 +9,7 @@ Its gradients, for dO the gradient of O:
     P = exp(S - lse)
     dV = sum over queries of  P dO
     dS = P (dO V - delta),  delta = sum over dv of  O dO
-    dQ = sum over keys of  dS dS/dscore K,  dK = sum over queries of  dS dS/dscore Q
+    dQ = sum over keys of  dS (dS/dscore) K,  dK = sum over queries of  dS (dS/dscore) Q
 
 Tensors, through run-time strides:
     q          [B, H, M, 128]  bfloat16
@@ -48,7 +48,8 @@ ROW_BOX = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=3
 SUMS = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 16]))  # of the accumulators of gradients
 LEFT = gl.constexpr(gl.DotOperandLayout(0, SUMS.value, 2))
 KEYS_DOWN = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]))  # of S^T and dP^T
-FIRST_FREE, SECOND_FREE = gl.constexpr(4), gl.constexpr(6)  # numbers of the hardware's barriers; Triton has those up to 3
+# Numbers of the hardware's barriers; Triton has those up to 3
+FIRST_FREE, SECOND_FREE = gl.constexpr(4), gl.constexpr(6)
 QUERIES_DOWN = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]))  # of S and dP
 
 

@@ -10,7 +10,7 @@ Its gradients, for dO the gradient of O:
     P = exp(S - lse)
     dV = sum over queries of  W P dO
     dS = P (W dO V - delta),  delta = sum over dv of  O dO
-    dQ = sum over keys of  dS dS/dscore K,  dK = sum over queries of  dS dS/dscore Q
+    dQ = sum over keys of  dS (dS/dscore) K,  dK = sum over queries of  dS (dS/dscore) Q
 
 Tensors, through run-time strides:
     q          [B, H, M, 64]  bfloat16
