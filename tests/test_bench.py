@@ -17,7 +17,7 @@ from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from fusecomp.bench import cases, inputs, measure, page, peers, reading, timing
+from fusecomp.bench import cases, inputs, measure, page, peers, reading, record, timing
 from fusecomp.bench.cases import CASES, Case
 from fusecomp.bench.inputs import Inputs
 from fusecomp.bench.peers import Peer
@@ -167,7 +167,7 @@ def test_inputs_that_do_not_fit_do_not_end_the_run(monkeypatch: pytest.MonkeyPat
 
 
 def test_ours_that_is_not_fused_is_marked(monkeypatch: pytest.MonkeyPatch) -> None:
-    off = next(p for p in peers.PEERS if p.name == peers.OURS and "cpu" in p.devices)
+    off = next(p for p in peers.PEERS if p.name == record.OURS and "cpu" in p.devices)
     monkeypatch.setenv("FUSECOMP_LOWERING", "off")
     (row,) = measured(tiny("full", "small"), [off]).rows
     assert row.note.startswith("not fused: 1 declined")

@@ -59,6 +59,15 @@ def test_a_record_survives_json(tmp_path: Path) -> None:
     assert follows == {"rate": pytest.approx(5.6e14), "of_roof": pytest.approx(0.8), "over_best": pytest.approx(1.5)}
 
 
+def test_fusecomp_with_other_options_is_no_peer_of_its_own() -> None:
+    one = made().cases[0]
+    any_order = replace(one.rows[2], peer="fusecomp in any order", timings=(Timing("sustained", 0.25, 0.2, 0.3, 90),))
+    found = replace(one, rows=(*one.rows, any_order))
+    assert found.over_best(found.rows[2], "sustained") == 1.5
+    assert found.over_best(any_order, "sustained") == 3.0
+    assert found.over_best(found.rows[1], "sustained") == pytest.approx(1 / 3)
+
+
 def test_a_record_becomes_the_tables_of_the_readme() -> None:
     burst, sustained = (p.markdown for p in page.pages(made()))
     assert burst.startswith("Forward, short bursts on a card that rested, ms; ceiling 800 TFLOP/s:\n\n| case | eager |")

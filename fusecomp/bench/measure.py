@@ -13,8 +13,8 @@ from fusecomp.backend import counters, reset
 from fusecomp.bench.cases import Case
 from fusecomp.bench.ceilings import PRODUCT, Ceiling, copies, products, reading, reads
 from fusecomp.bench.inputs import TOLERANCE, Exact, Inputs, Run, error, exact, run, sets, share
-from fusecomp.bench.peers import OURS, Peer
-from fusecomp.bench.record import Measured, Record, Row
+from fusecomp.bench.peers import Peer
+from fusecomp.bench.record import OURS, Measured, Record, Row
 from fusecomp.bench.timing import Bench, Launch, launch, peak, times
 
 Say = Callable[[str], None]
@@ -150,7 +150,7 @@ def said(problem: Exception) -> str:
 
 def _note(peer: Peer, before: dict[str, int]) -> str:
     """What fusecomp did not fuse."""
-    if peer.name != OURS:
+    if not peer.name.startswith(OURS):
         return ""
     now = {name: count - before[name] for name, count in counters().items()}
     if now["fused"] == now["candidates"] > 0:

@@ -11,8 +11,8 @@ from rich.table import Table
 from rich.text import Text
 
 from fusecomp.bench.cases import MODES, READS
-from fusecomp.bench.peers import OURS, PEERS
-from fusecomp.bench.record import Measured, Record, Row
+from fusecomp.bench.peers import PEERS
+from fusecomp.bench.record import OURS, Measured, Record, Row
 from fusecomp.tables import printed
 
 WORDS = {

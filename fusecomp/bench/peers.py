@@ -18,11 +18,11 @@ from torch.nn.functional import scaled_dot_product_attention
 from fusecomp.backend import fusecomp
 from fusecomp.bench.cases import MODES, Case, words
 from fusecomp.bench.inputs import Attend, Inputs, dense
+from fusecomp.bench.record import OURS
 from fusecomp.errors import OptionError
 
 Bind = Callable[[Inputs], Attend | None]
 """None where the peer cannot say the variant."""
-OURS = "fusecomp"
 INFERENCE = tuple(mode for mode in MODES if mode != "backward")
 MASKED = ("forward", "variants")
 """Modes in which making a mask anew is of interest."""
@@ -185,6 +185,7 @@ PEERS = (
     Peer("FlashAttention-3", fa3, INFERENCE, lacks=no_fa3),
     Peer("varlen_attn", varlen, ("paged",), lacks=no_block_tables),
     Peer(OURS, partial(compiled, backend=fusecomp)),
+    Peer(f"{OURS} in any order", partial(compiled, backend=fusecomp, options={"deterministic": False}), ("backward",)),
     Peer(OURS, partial(compiled, backend=fusecomp, options={"inner": "aot_eager"}), devices=("cpu",)),
 )
 

@@ -11,8 +11,7 @@ from typing import Any
 
 from fusecomp.bench.cases import MODES
 from fusecomp.bench.page import RATES, SCALES, WORDS, in_order, protocols
-from fusecomp.bench.peers import OURS
-from fusecomp.bench.record import Measured, Record
+from fusecomp.bench.record import OURS, Measured, Record
 from fusecomp.errors import OptionError
 from fusecomp.plot import FAINT, INK, canvas, save
 

@@ -22,6 +22,7 @@ from fusecomp.bench.timing import Timing
 from fusecomp.errors import OptionError
 
 FORMAT = "fusecomp bench 1"
+OURS = "fusecomp"
 
 
 @dataclass(frozen=True)
@@ -39,6 +40,11 @@ class Row:
     problem: str = ""
     """Why it was not timed: wrong, or what it raised."""
     note: str = ""
+
+    @property
+    def ours(self) -> bool:
+        """Of fusecomp, with any options."""
+        return self.peer.startswith(OURS)
 
     def timing(self, protocol: str) -> Timing | None:
         return next((t for t in self.timings if t.protocol == protocol), None)
@@ -73,9 +79,9 @@ class Measured:
         return self.rate(timing) / roof if roof else None
 
     def over_best(self, row: Row, protocol: str) -> float | None:
-        """The time of the best other peer, as a multiple of this one's."""
-        own = row.timing(protocol)
-        others = [t.median for r in self.rows if r is not row and (t := r.timing(protocol))]
+        """The time of the best other peer, as a multiple of this one's. fusecomp is no peer of its own."""
+        own, rivals = row.timing(protocol), [r for r in self.rows if r is not row and not (r.ours and row.ours)]
+        others = [t.median for r in rivals if (t := r.timing(protocol))]
         return min(others) / own.median if own and others else None
 
     def to_dict(self) -> dict[str, Any]:
