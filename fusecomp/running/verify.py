@@ -241,7 +241,8 @@ def judge_gradients(
     lse = log_sums(match, sizes, device)
     launch(out, tensors, lengths, lse)
     grad = torch.randn(out.shape, device=device, generator=torch.Generator(device).manual_seed(1)).to(out.dtype)
-    wanted = [i for i, o in enumerate(region.operands) if o.name in held(match)]
+    given = zip(region.operands, tensors, strict=True)
+    wanted = [i for i, (o, t) in enumerate(given) if o.name in held(match) and t.is_floating_point()]
     grads = [torch.full_like(t, float("nan")) if i in wanted else None for i, t in enumerate(tensors)]
     rows = lse.shape[: len(region.batch) + 1]
     grad_lse = torch.randn(rows, device=device) if any(learns(s.node) for s in match.sums) else None
