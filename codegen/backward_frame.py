@@ -200,7 +200,7 @@ class GradientFrame(Frame):
     def may_be_empty(self) -> bool:
         """Whether some row may see no key."""
         filled = self.rescue is not None or self.beside is not None
-        return not filled and self.region.sink is None and replace_skeleton(self).needs_pivot
+        return not filled and not self.region.grounded and replace_skeleton(self).needs_pivot
 
     @cached_property
     def may_be_hidden(self) -> bool:

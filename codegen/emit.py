@@ -34,6 +34,7 @@ from fusecomp.codegen.philox import IN_TRITON
 from fusecomp.codegen.printer import triton_text
 from fusecomp.codegen.program import (
     batch_axes,
+    beside,
     columns,
     edge_loop,
     full_range,
@@ -144,7 +145,7 @@ def kernel_key(region: AttentionRegion, plan: TilePlan, saves_lse: bool = False)
 def prefill(frame: Frame, saves_lse: bool = False) -> tuple[str, list[str]]:
     """(kernel, launcher) where one program walks the keys of one query tile."""
     holes = {**common(frame), "program": batch_axes(frame), "state": state(frame), "rescue": rescue(frame, saves_lse)}
-    holes["store"] = [*(store_lse(frame) if saves_lse else []), *store(frame)]
+    holes["store"] = [*beside(frame), *(store_lse(frame) if saves_lse else []), *store(frame)]
     full_begin = "full_begin" if frame.k_begin != "0" or frame.tabled else "0"
     kernel, params = finished(frame, PREFILL, "attention", {**holes, "full_begin": full_begin})
     if frame.tabled:
@@ -172,7 +173,7 @@ def decode(frame: Frame, saves_lse: bool = False) -> tuple[str, list[str]]:
             "previous_kernel": overlap(frame, PREVIOUS),
             "weight": frame.exponent.exp("part_max - pivot"),
             "rescale": frame.exponent.exp("row_max - pivot"),
-            "keep": [*(combined_lse(frame) if saves_lse else []), *keep_max(frame)],
+            "keep": [*beside(frame), *(combined_lse(frame) if saves_lse else []), *keep_max(frame)],
             "store": store_combined(frame),
         },
     )

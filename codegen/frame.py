@@ -141,7 +141,8 @@ class Frame:
 
     @cached_property
     def sink(self) -> Expr | None:
-        return None if self.region.sink is None else self.packed(self.region.sink)
+        """The sink that a row begins with; one that is told by the largest score is added at the end."""
+        return self.packed(self.region.sink) if self.region.grounded else None  # type: ignore[arg-type]
 
     @cached_property
     def reach(self) -> Reach:

@@ -52,7 +52,7 @@ def expresses(region: AttentionRegion) -> bool:
         return False
     used = [x for e in (cheaper(region.score), *region.keep) for x in parts(e) if isinstance(x, Apply)]
     batch = {v.name for v in region.batch}
-    sink = region.sink is None or variables(region.sink) <= batch
+    sink = region.sink is None or (region.grounded and variables(region.sink) <= batch)
     known = not any(x.op in UNKNOWN for x in used)
     return sink and known and not ends_within(region) and all(in_rows(region, a) for a in accesses)
 

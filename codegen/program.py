@@ -202,6 +202,14 @@ def sink_text(frame: Frame, e: Exponent) -> str:
     return triton_text(frame.sink if e.natural else scaled(frame.sink, LOG2E, frame.moving), frame.names)
 
 
+def beside(frame: Frame) -> Lines:
+    """row_sum + c exp(max S - row_max), where that is what a sink adds; a row that sees no key has none."""
+    c = frame.region.beside
+    if c is None:
+        return []
+    return [f"row_sum = tl.where(row_sum == 0.0, 0.0, row_sum + {c!r})  # beside the largest weight, which is 1"]
+
+
 def stored_rows(frame: Frame) -> str:
     """Which rows are queries of this tile."""
     size = triton_text(frame.q_idx.size, frame.names)

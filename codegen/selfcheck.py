@@ -13,7 +13,7 @@ from fusecomp.codegen.sample import KEYS, QUERIES, sample
 from fusecomp.codegen.skeletons import fill
 from fusecomp.codegen.wrap import wrapped_lines
 from fusecomp.ir.algebra import apply, draws
-from fusecomp.ir.expr import Const, Expr, Score, Var, variables
+from fusecomp.ir.expr import Const, Expr, Largest, Score, Var, variables
 from fusecomp.ir.primitives import TIMES
 from fusecomp.ir.region import Access, AttentionRegion, extent
 
@@ -188,6 +188,7 @@ def _softmax(region: AttentionRegion) -> Lines:
     if region.subtracted:
         lines = ["p = torch.exp(s - torch.logsumexp(s, dim=-1, keepdim=True))"]
     if region.sink is not None:
+        names = names.having({Largest(): "s.detach().amax(dim=-1, keepdim=True)"})
         sink = f"sink = {triton_text(region.sink, names)} + torch.zeros_like(s[..., :1])"
         lines = [sink, "p = torch.softmax(torch.cat([s, sink], dim=-1), dim=-1)[..., :-1]"]
     if region.empty_row == "zero":

@@ -11,7 +11,7 @@ from torch.fx import Node
 from fusecomp.graph.facts import dtype, op_name, place, reach, storage, written_arguments
 from fusecomp.graph.learning import cut, learns, records
 from fusecomp.ir.algebra import ZERO, apply, const
-from fusecomp.ir.expr import Const, Expr, Load, Reduce, Score, Var, parts, variables
+from fusecomp.ir.expr import Const, Expr, Largest, Load, Reduce, Score, Var, parts, variables
 from fusecomp.ir.region import AttentionRegion, Product
 from fusecomp.patterns import dropout
 from fusecomp.patterns.lift import Decline, Lift, Outside
@@ -87,6 +87,7 @@ def build(lift: Lift, found: Found, anchor: Node, shared: Container[Node] = ()) 
     for result in (found.output, *(s.node for s in sums if learns(s.node))):
         check_gradient(made, interior, result)
     check_shifts(interior, sums)
+    check_largest(found, scores, interior, sums)
     match = bind(lift, found, scores, products, v, names, interior, anchor)
     return with_sums(lift, match, sums, early) if sums else match
 
@@ -269,6 +270,24 @@ def filled_rows(found: Found, scores: Masked, anchor: Node) -> bool:
         raise Decline(f"it is trained, and a query that sees no key loses the logarithm of the sum in {scores.fill:g}",
                       anchor, "use softmax or log_softmax, or fill with -inf")  # fmt: skip
     return blind
+
+
+BESIDE = "the normaliser adds a number to exponentials that were shifted by their maximum"
+BY_SHIFT = "add it times exp(-m), m being the maximum: that is softmax beside a logit; or detach m"
+
+
+def check_largest(found: Found, scores: Masked, interior: tuple[Node, ...], sums: tuple[LogSum, ...]) -> None:
+    """Raise Decline where a sink that is told by the row's largest score has more of a meaning than the kernel's."""
+    if found.weights.sink is None or not any(isinstance(x, Largest) for x in parts(found.weights.sink)):
+        return
+    finite = scores.keep and scores.fill != float("-inf")
+    if sums or (finite and not sees_a_key(scores.keep, found.index("q_idx"), found.index("kv_idx"))):
+        raise Decline(f"{BESIDE}, and {'its logarithm is read' if sums else 'a query may see no key'}", advice=BY_SHIFT)
+    inside = {*interior, found.output}
+    largest = [n for n in interior if op_name(n) in MAXIMA and not cut(n)]
+    open_ = reach(largest, lambda n: {u for u in inside.intersection(n.users) if not cut(u)})
+    if learns(found.output) and found.output in open_:
+        raise Decline(f"{BESIDE}, and its gradient flows through the maximum too", largest[0], BY_SHIFT)
 
 
 def found_dv(v: Load) -> int:

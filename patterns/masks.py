@@ -64,6 +64,8 @@ def hiding(region: AttentionRegion) -> AttentionRegion:
         S = s + L        S where L > F, F = ABSORBING; rows whose live scores all lie below F / 2 see every key
 
     For the data may hold a finite fill, as `finfo.min` is in most masks that models are given."""
+    if region.beside is not None:  # which counts in rows that see no more than a fill
+        return region
     hides = tuple(apply("gt", x, const(ABSORBING)) for x in data.added(region))
     if not hides or region.sink is not None:
         return replace(region, keep=(*region.keep, *hides))

@@ -1,17 +1,18 @@
 """What keeps a normaliser from 0: it changes nothing but rows that see no key.
 
     max(total, c)                  total where it is at least c <= 1, as it is once each row's maximum is subtracted
-    total + c                      the same for a c that is lost in a number of at least 1
+    total + c                      the same for a c that is lost in a number of at least 1; else a sink, max a + log c
     total = 0 ? c : total          total; a row that sees no key gives 0
     m = -inf ? 0 : m               the maximum of a row, finite where the row sees no key: its exponentials are 0
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
-from fusecomp.ir.algebra import substitute
-from fusecomp.ir.expr import Apply, Cast, Const, Expr, Reduce, Var, dtype_kind
+from fusecomp.ir.algebra import apply, const, substitute
+from fusecomp.ir.expr import Apply, Cast, Const, Expr, Largest, Reduce, Var, dtype_kind
 from fusecomp.patterns.exponentials import INF, Exponential, is_choice
 from fusecomp.patterns.lift import Decline
 from fusecomp.patterns.masks import conjuncts, split
@@ -63,9 +64,15 @@ def settled(guard: Guard, extras: list[Expr], row: Row) -> tuple[list[Expr], str
     if guard.from_zero and (empty is None or extras):
         raise Decline("the normaliser is kept from 0, and whether a row that sees no key gives 0 depends on its scores",
                       advice="fill the exponentials with 0 where the scores are filled")  # fmt: skip
-    counting = [x for x in extras if not (at_least_one and is_lost(x))]
-    kept_from_zero = guard.from_zero or (guard.floor or 0.0) > 0 or counting != extras
-    return counting, "zero" if kept_from_zero and empty == "zero" else "nan"
+    numbers = [c for c in map(number_of, extras) if c is not None] if at_least_one else []
+    kept_from_zero = guard.from_zero or (guard.floor or 0.0) > 0 or sum(numbers) > 0
+    empty = "zero" if kept_from_zero and empty == "zero" else "nan"
+    if sum(numbers) <= LOST:
+        return [x for x in extras if not (numbers and number_of(x) is not None)], empty
+    if len(numbers) < len(extras):
+        raise Decline("the normaliser adds a number and more to exponentials that were shifted by a maximum",
+                      advice="add the exponential of a logit less the maximum")  # fmt: skip
+    return [apply("exp", apply("add", Largest(), const(math.log(sum(numbers)))))], empty
 
 
 def empty_row(row: Row) -> str | None:
@@ -104,11 +111,11 @@ def unguarded(m: Expr) -> Expr | None:
     return None
 
 
-def is_lost(extra: Expr) -> bool:
-    """Whether an entry of a normaliser that is at least 1 is nothing beside it."""
+def number_of(extra: Expr) -> float | None:
+    """c where that is what a normaliser adds."""
     match extra:
-        case Const(float() | int() as c):
-            return 0 <= c <= LOST
         case Cast(x, dtype) if dtype_kind(dtype) == "float":
-            return is_lost(x)
-    return False
+            return number_of(x)
+        case Const(float() | int() as c) if c >= 0:
+            return float(c)
+    return None

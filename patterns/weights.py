@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 from functools import partial, reduce
 
 from fusecomp.ir.algebra import ZERO, apply, const, log_add_exp, substitute
-from fusecomp.ir.expr import Apply, Cast, Const, Expr, Reduce, Var, dtype_kind, variables
+from fusecomp.ir.expr import Apply, Cast, Const, Expr, Largest, Reduce, Var, dtype_kind, parts, variables
 from fusecomp.ir.poly import poly
 from fusecomp.patterns.exponentials import (
     INF,
@@ -230,6 +230,8 @@ def sink_of(extras: list[Expr], shift: Expr | None) -> Expr | None:
 def logit(extra: Expr, shift: Expr | None) -> Expr:
     """t of exp(t - shift). Raises Decline."""
     match extra:
+        case Apply("exp", (t,)) if any(isinstance(x, Largest) for x in parts(t)):
+            return t
         case Apply("exp", (t,)):
             terms, shifts = terms_of(t), terms_of(shift) if shift is not None else []
             if all((-s, m) in terms for s, m in shifts):

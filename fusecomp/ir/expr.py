@@ -4,6 +4,7 @@
            | Var(name, size)                  an index, 0 <= Var < size: b, h, q_idx, kv_idx, d ...
            | Size(name)                       a length known at run time: M, N, ...
            | Score(term)                      one element of Q K^T, the products numbered from 0
+           | Largest()                        the largest S of the row; in a sink alone
            | Load(tensor, index, dtype)       one element of a tensor
            | Apply(op, args)                  a primitive of `primitives.PRIMITIVES`
            | Cast(x, dtype)                   rounding to another dtype
@@ -79,6 +80,11 @@ class Score(Expr):
     """One element of the product Q K^T; `term` counts products where the score sums several."""
 
     term: int = 0
+
+
+@dataclass(frozen=True, eq=False)
+class Largest(Expr):
+    """max S over the keys that the query sees, as a number that no gradient flows through."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -219,6 +225,8 @@ def _text(e: Expr) -> tuple[str, int]:
             return number(value), ATOM
         case Var(name, _) | Size(name):
             return name, ATOM
+        case Largest():
+            return "max(S)", ATOM
         case Score(term):
             return "score" if term == 0 else f"score{term}", ATOM
         case Load(tensor, index, _):

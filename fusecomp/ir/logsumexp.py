@@ -11,7 +11,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from fusecomp.ir.reference import Env, bind, evaluate_expr, masked_logits, product_scores
+from fusecomp.ir.reference import Env, bind, masked_logits, product_scores, sinks
 from fusecomp.ir.region import AttentionRegion
 
 
@@ -39,4 +39,4 @@ def log_sum(region: AttentionRegion, logits: Tensor, env: Env) -> Tensor:
     lse = torch.logsumexp(logits, -1)
     if region.sink is None:
         return lse
-    return torch.logaddexp(lse, evaluate_expr(region.sink, env).to(env.dtype).expand(*lse.shape, 1).squeeze(-1))
+    return torch.logaddexp(lse, sinks(region, logits, env).squeeze(-1))

@@ -223,7 +223,8 @@ def evaluate(
     `out_dtype` asks for another (the kernel's is region.out_dtype). Holds S whole: B * H * rows * N elements.
     """
     env = bind(region, tensors, sizes, dtype, rows, rounded).at(**(batch or {}))
-    return arrange(region, attend(region, env)).to(out_dtype or dtype)
+    axes = [*(v.name for v in region.batch), region.q_idx.name, region.dv.name]
+    return attend(region, env).permute([axes.index(name) for name in region.out_axes]).to(out_dtype or dtype)
 
 
 def attend(region: AttentionRegion, env: Env) -> Tensor:
@@ -233,16 +234,15 @@ def attend(region: AttentionRegion, env: Env) -> Tensor:
     v = operand(region, region.v, region.pv_dtype, env.over(*env.axes[:-2], env.axes[-1], region.dv.name))
     if reads is not None:  # a key that no row sees is not read: its value may be anything
         v = torch.where(reads.any(-2).unsqueeze(-1), v, 0.0)
-    out = weights @ v.expand(*v.shape[:-2], weights.shape[-1], -1)  # values may be the same for all keys
-    return out.expand(*env.shape[:-1], out.shape[-1])
+    v = v.expand(*v.shape[:-2], weights.shape[-1], -1)  # values may be the same for all keys
+    return (weights @ v).expand(*env.shape[:-1], v.shape[-1])
 
 
 def product_scores(region: AttentionRegion, product: Product, env: Env) -> Tensor:
     """Q K^T over (batch axes, q_idx, kv_idx), of size 1 along batch axes that neither depends on."""
     *batch, row, key = env.axes
     q = operand(region, product.q, product.dtype, env.over(*batch, row, product.d.name))
-    k = operand(region, product.k, product.dtype, env.over(*batch, key, product.d.name))
-    return q @ k.transpose(-2, -1)
+    return q @ operand(region, product.k, product.dtype, env.over(*batch, key, product.d.name)).mT
 
 
 def operand(region: AttentionRegion, access: Access, dtype: str, env: Env) -> Tensor:
@@ -284,17 +284,19 @@ def kept(region: AttentionRegion, env: Env) -> Tensor | None:
 
 def softmax(region: AttentionRegion, logits: Tensor, env: Env, out: Tensor | None = None) -> Tensor:
     """softmax over the last axis without the sink's share; empty rows as the region says. `out`: memory to use."""
-    if region.sink is not None:
-        sink = evaluate_expr(region.sink, env).to(env.dtype).expand(*logits.shape[:-1], 1)
-        return torch.cat([logits, sink], -1).softmax(-1)[..., :-1]
-    if region.subtracted:
+    if region.subtracted and region.sink is None:
         return (logits - torch.logsumexp(logits, -1, keepdim=True)).exp()
     empty = (logits == -math.inf).all(-1, keepdim=True) if region.empty_row == "zero" else None
-    p = torch.softmax(logits if empty is None else logits.masked_fill(empty, 0.0), -1, out=out)
+    logits = logits if empty is None else logits.masked_fill(empty, 0.0)
+    if region.sink is not None:
+        p = torch.cat([logits, sinks(region, logits, env)], -1).softmax(-1)[..., :-1]
+    else:
+        p = torch.softmax(logits, -1, out=out)
     return p if empty is None else p.masked_fill(empty, 0.0)
 
 
-def arrange(region: AttentionRegion, out: Tensor) -> Tensor:
-    """O over (batch axes, q_idx, dv) with its dimensions in the order of region.out_axes."""
-    axes = [*(v.name for v in region.batch), region.q_idx.name, region.dv.name]
-    return out.permute([axes.index(name) for name in region.out_axes])
+def sinks(region: AttentionRegion, logits: Tensor, env: Env) -> Tensor:
+    """The sink of each row, as one more column of its logits."""
+    if region.beside is not None:
+        return logits.detach().amax(-1, keepdim=True) + math.log(region.beside)
+    return evaluate_expr(region.sink, env).to(env.dtype).expand(*logits.shape[:-1], 1)  # type: ignore[arg-type]

@@ -10,10 +10,11 @@ A test can write a region by hand; `patterns.attention` finds it in a graph.
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
 
-from fusecomp.ir.expr import Const, Expr, Load, Score, Size, Var, parts, text
+from fusecomp.ir.expr import Apply, Const, Expr, Largest, Load, Score, Size, Var, parts, text
 
 
 @dataclass(frozen=True)
@@ -75,7 +76,8 @@ class AttentionRegion:
     weight: Expr = Const(1.0)
     """A factor on the probabilities, after the softmax."""
     sink: Expr | None = None
-    """A logit that takes part in the normaliser but gives no value; a function of the batch axes and q_idx."""
+    """A logit that takes part in the normaliser but gives no value; a function of the batch axes and q_idx, or the
+    row's largest score and a number."""
     lse: bool = False
     """Whether log sum exp(S), the sink included, is a result beside O. Where a query sees no key it is -inf, or that
     of `filled_score`."""
@@ -116,6 +118,21 @@ class AttentionRegion:
         yield from self.v.index
         yield from (self.score, *self.keep, self.weight)
         yield from (e for e in (self.filled_score, self.sink) if e is not None)
+
+    @property
+    def beside(self) -> float | None:
+        """c of exp(S - max S) / (c + sum exp(S - max S)), where the sink is max S + log c."""
+        match self.sink:
+            case Largest():
+                return 1.0
+            case Apply("add", (Largest(), Const(float(log)))):
+                return math.exp(log)
+        return None
+
+    @property
+    def grounded(self) -> bool:
+        """Whether the normaliser has an entry that owes nothing to the keys: a row that sees none then gives 0."""
+        return self.sink is not None and self.beside is None
 
     def operand(self, name: str) -> Operand:
         return next(o for o in self.operands if o.name == name)

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from corpus.table import INF, Table, places, qkv, scores, square
+from corpus.table import FULL, INF, Table, places, qkv, scores, square
 from torch import Tensor
 
 CASES = Table()
@@ -108,6 +108,48 @@ def normalised_by_its_norm(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 # ----------------------------------------------------------------------------------------------------------------
+# A number beside exponentials that the maximum was subtracted from
+
+
+@CASES.fuse(grad=())
+def one_beside_the_largest(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    s = scores(q, k)
+    e = (s - s.max(dim=-1, keepdim=True).values).exp()
+    return (e / (1 + e.sum(-1, keepdim=True))) @ v
+
+
+@CASES.fuse()
+def one_beside_the_detached_largest(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    s = scores(q, k)
+    e = (s - s.amax(-1, keepdim=True).detach()).exp()
+    return (e @ v) / (e.sum(-1, keepdim=True) + 0.5)
+
+
+@CASES.fuse(lambda d: [*qkv(d), d.keep()], grad=())
+def a_millionth_beside_the_largest_seen(q: Tensor, k: Tensor, v: Tensor, keep: Tensor) -> Tensor:
+    s = scores(q, k).masked_fill(~keep, -INF)
+    e = (s - s.amax(-1, keepdim=True)).exp()
+    return (e / (e.sum(-1, keepdim=True) + 1e-6)) @ v
+
+
+@CASES.fuse(blind, grad=())
+def one_beside_no_key(q: Tensor, k: Tensor, v: Tensor, keep: Tensor) -> Tensor:
+    """0 / 1 in the row that sees no key."""
+    s = scores(q, k).masked_fill(~keep, -INF)
+    m = s.amax(-1, keepdim=True)
+    e = (s - torch.where(m == -INF, 0.0, m)).exp()
+    return (e / (e.sum(-1, keepdim=True) + 1)) @ v
+
+
+@CASES.fuse(blind, grad=())
+def one_beside_nothing(q: Tensor, k: Tensor, v: Tensor, keep: Tensor) -> Tensor:
+    """exp(-inf + inf) in the row that sees no key."""
+    s = scores(q, k).masked_fill(~keep, -INF)
+    e = (s - s.amax(-1, keepdim=True)).exp()
+    return (e / (e.sum(-1, keepdim=True) + 1)) @ v
+
+
+# ----------------------------------------------------------------------------------------------------------------
 # Normalised again after a factor
 
 
@@ -203,3 +245,19 @@ def normalised_over_the_queries(q: Tensor, k: Tensor, v: Tensor, reach: Tensor) 
 def sum_that_is_returned_with_the_weights(q: Tensor, k: Tensor, v: Tensor, reach: Tensor) -> tuple[Tensor, Tensor]:
     p = scores(q, k).softmax(-1) * span(q, k, reach)
     return (p / (p.sum(-1, keepdim=True) + 1e-8)) @ v, p
+
+
+@CASES.decline(qkv, "a query may see no key", grad=(), dtypes=FULL)
+def one_beside_a_finite_fill(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    i, j = places(q, k)
+    s = scores(q, k).masked_fill(j + 2 > i, -1e9)
+    e = (s - s.amax(-1, keepdim=True)).exp()
+    return (e / (e.sum(-1, keepdim=True) + 1)) @ v
+
+
+@CASES.decline(qkv, "its logarithm is read", grad=(), dtypes=FULL)
+def logarithm_beside_the_largest(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    s = scores(q, k)
+    m = s.amax(-1, keepdim=True)
+    total = (s - m).exp().sum(-1, keepdim=True) + 1
+    return ((s - m).exp() / total) @ v, m + total.log()

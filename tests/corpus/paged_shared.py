@@ -122,6 +122,13 @@ def shifted_and_guarded(q: Tensor, k_pool: Tensor, v_pool: Tensor, table: Tensor
     return weighed(e / torch.where(total == 0, torch.ones_like(total), total), fetched(v_pool, table))
 
 
+@CASES.fuse(paged, grad=(), note="softmax off by one, as it is copied: the one is not shifted")
+def one_beside_the_largest(q: Tensor, k_pool: Tensor, v_pool: Tensor, table: Tensor, lengths: Tensor) -> Tensor:
+    s = scored(q, fetched(k_pool, table)).masked_fill(late(table, lengths), -INF)
+    e = torch.exp(s - s.amax(-1, keepdim=True))
+    return weighed(e / (e.sum(-1, keepdim=True) + 1), fetched(v_pool, table))
+
+
 @CASES.fuse(lambda d: (*paged(d), d(H)), note="a sink as a gate of the output")
 def gated_by_the_logsumexp(
     q: Tensor, k_pool: Tensor, v_pool: Tensor, table: Tensor, lengths: Tensor, sinks: Tensor
