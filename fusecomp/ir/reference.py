@@ -276,8 +276,7 @@ def masked_logits(region: AttentionRegion, env: Env) -> tuple[Tensor, Tensor | N
 def kept(region: AttentionRegion, env: Env) -> Tensor | None:
     """The conjunction of the mask's terms, or None where every query sees every key."""
     live: Any = None
-    for term in region.keep:
-        value = evaluate_expr(term, env)
+    for value in (evaluate_expr(term, env) for term in region.keep):
         live = value if live is None else live & value
     return live
 
@@ -289,9 +288,8 @@ def softmax(region: AttentionRegion, logits: Tensor, env: Env, out: Tensor | Non
     empty = (logits == -math.inf).all(-1, keepdim=True) if region.empty_row == "zero" else None
     logits = logits if empty is None else logits.masked_fill(empty, 0.0)
     if region.sink is not None:
-        p = torch.cat([logits, sinks(region, logits, env)], -1).softmax(-1)[..., :-1]
-    else:
-        p = torch.softmax(logits, -1, out=out)
+        logits, out = torch.cat([logits, sinks(region, logits, env)], -1), None
+    p = torch.softmax(logits, -1, out=out)[..., : env.shape[-1]]
     return p if empty is None else p.masked_fill(empty, 0.0)
 
 
