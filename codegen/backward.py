@@ -95,37 +95,27 @@ def emit_backward(
 ) -> BackwardSource:  # fmt: skip
     """The gradients of Q, K and V, and of the other operands that `learned` names. Raises KernelError, with the reason,
     for a region that has no exact kernel; at the lengths that are `fixed`, if it has one only there."""
-    require_free_names(region)
-    for name in (*(v.name for v in region.batch), *(o.name for o in region.operands), *region.sizes):
-        if name in OWN - RESERVED:
-            raise KernelError(f"a region's axis, operand or length cannot be called {name}; rename it")
+    require_free_names(region, RESERVED | OWN)
     plans = (plan.queries, plan.keys, pair_plan(plan.keys))
     frame, other, both = (GradientFrame(region, p, learned=learned) for p in plans)
     require_gradients(frame, fixed)
     key = backward_key(region, plan, learned)
     name = kernel_name(frame, key).replace("attention_", "attention_backward_", 1)
-    language, layouts = "", []
-    if plan.queries.consumers:
-        language = IMPORTS
-        layouts = hopper_backward.header(other)
-        layouts += hopper_once.layouts(other) if plan.once else hopper_backward.query_layout(frame)
-        made, launcher = hopper_kernels(frame, other, fixed, plan.once)
-    else:
-        made, launcher = portable_kernels(frame, other, both, fixed)
+    specialised = plan.queries.consumers > 0
+    made, launcher, layouts = (
+        hopper_kernels(frame, other, fixed, plan.once) if specialised else portable_kernels(frame, other, both, fixed)
+    )
     kernels = spaced(made)
-    rows = [v.name for v in (*region.batch, region.q_idx)]
     written = fill(
         BACKWARD_MODULE,
         {
             "title": title(region).replace("attention", "gradients of attention", 1),
             "document": document(frame, plan, key),
-            "language": language,
+            "language": IMPORTS if specialised else "",
             "constants": [*constants(frame, kernels), *layouts],
             "kernels": kernels,
             "out_axes": ", ".join(region.out_axes),
-            "lse_axes": ", ".join([*rows, *map(str, saved(region))]),
-            "grad_lse": "grad_lse, " if region.lse else "",
-            "grad_lse_axes": f"; `grad_lse` is its gradient, [{', '.join(rows)}]" if region.lse else "",
+            **rows_of(region),
             "launcher": launcher,
             "selfcheck": backward_selfcheck(region, learned),
         },
@@ -134,10 +124,20 @@ def emit_backward(
     return BackwardSource(name, written, key, plan.queries, region, plan)
 
 
+def rows_of(region: AttentionRegion) -> dict[str, str]:
+    """What a module says of the log-sum-exp and its gradient."""
+    rows = [v.name for v in (*region.batch, region.q_idx)]
+    return {
+        "lse_axes": ", ".join([*rows, *map(str, saved(region))]),
+        "grad_lse": "grad_lse, " if region.lse else "",
+        "grad_lse_axes": f"; `grad_lse` is its gradient, [{', '.join(rows)}]" if region.lse else "",
+    }
+
+
 def portable_kernels(
     frame: GradientFrame, other: GradientFrame, both: GradientFrame, fixed: Fixed
-) -> tuple[list[str], list[str]]:
-    """(functions, launcher)."""
+) -> tuple[list[str], list[str], list[str]]:
+    """(functions, launcher, layouts): there are none of the last."""
     leaves = both.summed_along("pairs")
     made = {
         "row_products": row_products(frame),
@@ -149,12 +149,12 @@ def portable_kernels(
     helpers = [IN_TRITON] if draws(frame.region.weight) else []
     params = {kernel: p for kernel, (_, p) in made.items()}
     functions = [*helpers, *(body for body, _ in made.values()), *table_kernels(frame, other)]
-    return functions, backward_launch(frames, params, fixed)
+    return functions, backward_launch(frames, params, fixed), []
 
 
 def hopper_kernels(
     frame: GradientFrame, other: GradientFrame, fixed: Fixed, once: bool
-) -> tuple[list[str], list[str]]:
+) -> tuple[list[str], list[str], list[str]]:
     """The same, for Hopper's tensor cores."""
     if not hopper_backward.expresses(frame.region, frame.learned):
         raise KernelError("no backward kernels with warps that only copy express this attention; plan portable ones")
@@ -167,7 +167,9 @@ def hopper_kernels(
         made["key_gradients"] = hopper_backward_keys.key_gradients(other)
     params = {kernel: p for kernel, (_, p) in made.items()}
     functions = hopper_backward.helpers([body for body, _ in made.values()])
-    return functions, hopper_backward_launcher.launch(frame, other, params, fixed, once)
+    own = hopper_once.layouts(other) if once else hopper_backward.query_layout(frame)
+    launcher = hopper_backward_launcher.launch(frame, other, params, fixed, once)
+    return functions, launcher, [*hopper_backward.header(other), *own]
 
 
 def backward_key(region: AttentionRegion, plan: BackwardPlan, learned: frozenset[str] = frozenset()) -> str:

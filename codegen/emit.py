@@ -122,11 +122,11 @@ RESERVED = frozenset({
 """What the skeletons call their own variables."""
 
 
-def require_free_names(region: AttentionRegion) -> None:
+def require_free_names(region: AttentionRegion, taken: Set[str] = RESERVED) -> None:
     """Axes, operands and lengths become variables of the kernel: they must be identifiers of their own."""
     names = [*(v.name for v in region.batch), *(o.name for o in region.operands), *region.sizes]
     for name in names:
-        if not name.isidentifier() or keyword.iskeyword(name) or name in RESERVED:
+        if not name.isidentifier() or keyword.iskeyword(name) or name in taken:
             raise KernelError(f"a region's axis, operand or length cannot be called {name}; rename it")
 
 
