@@ -16,7 +16,7 @@ from fusecomp.ir.region import AttentionRegion, Product
 from fusecomp.patterns import dropout
 from fusecomp.patterns.lift import Decline, Lift, Outside
 from fusecomp.patterns.logsums import MAXIMA, LogSum, check_shifts, leading_to_sums, with_readers
-from fusecomp.patterns.masks import Masked, sees_a_key, sees_nothing, split
+from fusecomp.patterns.masks import Masked, sees_a_key, sees_nothing, split, without_scores
 from fusecomp.patterns.naming import Lengths, Naming, SizeSource, memory_order, operand_names
 from fusecomp.patterns.products import Found, Pair, score_products, value_access
 from fusecomp.patterns.reasons import NEW_TENSOR, ON_ITS_OWN, ONE_FACTOR, called
@@ -75,6 +75,10 @@ def build(lift: Lift, found: Found, anchor: Node, shared: Container[Node] = ()) 
     dropout.check(found.weights, found.index("kv_idx"), anchor)
     held = [scores.score, *scores.keep, found.weights.scores, found.weights.factor, found.weights.sink or ZERO]
     products = dict(score_products(lift, found, held, anchor))
+    before, scores = scores, without_scores(scores, found.weights.scores, products)
+    if scores != before and scores.fill == float("-inf") == before.fill and learns(found.output):
+        raise Decline("it is trained, and its mask asks for the scores, by which it may hide every key", anchor,
+                      "fill with a finite number, such as -1e9")  # fmt: skip
     check_free(found.weights, products, found.index("kv_idx").name)
     v, factor = value_access(lift, found, scores.keep if scores.fill == float("-inf") else ())
     found = replace(found, weights=found.weights.times(factor))

@@ -8,11 +8,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Container
 from dataclasses import dataclass, replace
 
 from fusecomp.ir import data
 from fusecomp.ir.algebra import COMPARE, FALSE, TRUE, ZERO, apply, const, substitute
-from fusecomp.ir.expr import Apply, Const, Expr, Var, kind, transform, variables
+from fusecomp.ir.expr import Apply, Const, Expr, Var, kind, parts, transform, variables
 from fusecomp.ir.poly import from_poly, poly
 from fusecomp.ir.region import AttentionRegion
 
@@ -56,6 +57,18 @@ def split(e: Expr) -> Masked:
         case Apply("max", (s, Const(float() as f))) if f <= ABSORBING and (inner := split(s)).keep:
             return replace(inner, fill=max(inner.fill, f))
     return Masked(e)
+
+
+def without_scores(found: Masked, whole: Expr, products: Container[Expr]) -> Masked:
+    """`found` of the scores `whole`, no term of whose mask asks for a score: what does is a function of the score, and
+    kernels test masks where scores have become S."""
+    asks = tuple(c for c in found.keep if any(x in products for x in parts(c)))
+    if asks and found.fill != -INF:
+        return Masked(whole)
+    score = found.score
+    for c in asks:
+        score = apply("where", c, score, const(-INF))
+    return replace(found, score=score, keep=tuple(c for c in found.keep if c not in asks))
 
 
 def hiding(region: AttentionRegion) -> AttentionRegion:

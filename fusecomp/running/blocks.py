@@ -45,11 +45,6 @@ def folded(region: AttentionRegion) -> tuple[Expr, tuple[float, ...]]:
     return score, tuple(factors)
 
 
-def masks_scores(region: AttentionRegion) -> bool:
-    """Whether the mask asks for the scores themselves, as Q K^T has them."""
-    return any(map(depends_on_score, region.keep))
-
-
 def _unrounded(e: Expr) -> Expr | None:
     """A rounded score is the score: float32 is the finer value."""
     match e:
@@ -89,7 +84,7 @@ class Blocks:
 
     @staticmethod
     def of(region: AttentionRegion) -> Blocks:
-        score, factors = (region.score, (1.0,) * len(region.products)) if masks_scores(region) else folded(region)
+        score, factors = folded(region)
         bounds = reach(region.keep, region.q_idx.name, region.kv_idx.name)
         return Blocks(replace(region, score=score), region, factors, bounds)
 
@@ -159,8 +154,7 @@ class Blocks:
         env = env.at(**{key: range(first, stop)})
         env = replace(env, scores=held.scores(env.spans[r.q_idx.name], env.spans[key], env.shape))
         weight = None if r.weight == Const(1.0) else evaluate_expr(r.weight, env)
-        scores = tuple(s.clone() for s in env.scores) if masks_scores(r) else env.scores
-        logits = self._masked(_logits(r.score, replace(env, scores=scores)), inner, env)
+        logits = self._masked(_logits(r.score, env), inner, env)
         if lse is not None:
             lse.copy_(log_sum(r, logits, env))
         p = softmax(r, logits, env, held.second(env.shape))

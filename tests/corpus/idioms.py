@@ -273,10 +273,16 @@ def numbers_of_ones_own_for_infinities(q: Tensor, k: Tensor, v: Tensor) -> Tenso
     return s.nan_to_num(-1.0, 0.5, -2.0).softmax(-1) @ v
 
 
-@CASES.fuse(dtypes=FULL)
+@CASES.fuse(dtypes=FULL, grad=())
 def scores_that_are_high_enough(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     s = (q @ k.mT) * 0.4
     return torch.tanh(s).masked_fill((s < -0.5) | (s.abs() > 1.5), -INF).softmax(-1) @ v
+
+
+@CASES.fuse(square, dtypes=FULL)
+def low_scores_and_later_keys_filled(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    s = (q @ k.mT) * 0.4
+    return s.masked_fill((s < 0.2) | torch.ones(21, 21, dtype=torch.bool).triu(1), -1e9).softmax(-1) @ v
 
 
 @CASES.decline(square, "scores are rounded to int32", dtypes=FULL)
