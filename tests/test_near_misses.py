@@ -100,17 +100,6 @@ def linear_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 @near_miss(
-    "the normaliser adds 1e-06 to exponentials that were shifted by a reduction",
-    "e = (s - s.amax(-1, keepdim=True)).exp()",
-    "add it times exp(-m), m being the shift; or leave it out: the sum is above 1",
-)
-def epsilon_after_the_shift(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    s = scores(q, k)
-    e = (s - s.amax(-1, keepdim=True)).exp()
-    return (e / (e.sum(-1, keepdim=True) + 1e-6)) @ v
-
-
-@near_miss(
     "the normaliser is kept above 1e-12, which may be more than the sum of the exponentials",
     "e = scores(q, k).exp()",
     "subtract each row's maximum first: the sum is then at least 1",
