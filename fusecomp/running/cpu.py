@@ -95,7 +95,7 @@ class Flash:
         """An operand with four dimensions; one whose heads are read at h // group keeps its own heads."""
         batch, index = self.region.batch, access.index
         spans: dict[str, Span] = {}
-        if (group := _group(self.region, access)) > 1:
+        if row != self.region.q_idx and (group := _group(self.region, access)) > 1:
             head = batch[-1]
             ratio = apply("floordiv", head, Const(group))
             index = tuple(head if e == ratio else e for e in index)

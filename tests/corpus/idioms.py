@@ -285,6 +285,11 @@ def low_scores_and_later_keys_filled(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return s.masked_fill((s < 0.2) | torch.ones(21, 21, dtype=torch.bool).triu(1), -1e9).softmax(-1) @ v
 
 
+@CASES.fuse(lambda d: qkv(d, heads=4))
+def two_heads_of_queries_for_four_of_keys(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return scores(q[:, :2].repeat_interleave(2, 1), k).softmax(-1) @ v
+
+
 @CASES.decline(square, "scores are rounded to int32", dtypes=FULL)
 def scores_as_integers(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return (scores(q, k) * 4).to(torch.int32).to(q.dtype).softmax(-1) @ v
