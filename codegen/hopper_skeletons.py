@@ -5,6 +5,17 @@
 FlashAttention-3 (Shah et al. 2024, sections 3.1 and 3.2) has both ideas: warps that only copy, and groups that take
 turns, so that one multiplies while the others are at their exponentials. Here K runs from the last key to the first,
 and programs take tiles of queries from a counter until none is left.
+
+Where the time goes, by the device's clock read inside the kernel (H200, N 4096, microseconds):
+
+                                D 64, 192 rows    D 128 causal    D 256 causal
+    each tile of keys           1.50              1.39            1.39             128, 128 and 64 keys
+    waits for Q, for K          0.3, 0.1          1.0, 0.3        0.8, 1.0         once a tile of queries
+    last product to store       0.7               0.9             1.6
+
+At D 64 neither unit is full: with an eighth or a quarter of its exponentials made by polynomials instead, the kernel
+took 0.591 and 0.673 ms where it takes 0.559. Where a tile was taken as the one before began, causal programs at D 256
+ended between 181 and 204 us, since who had the longest tiles held more of them: it is taken as late as can be.
 """
 
 from __future__ import annotations
