@@ -15,7 +15,9 @@ Where the time goes, by the device's clock read inside the kernel (H200, N 4096,
 
 At D 64 neither unit is full: with an eighth or a quarter of its exponentials made by polynomials instead, the kernel
 took 0.591 and 0.673 ms where it takes 0.559. Where a tile was taken as the one before began, causal programs at D 256
-ended between 181 and 204 us, since who had the longest tiles held more of them: it is taken as late as can be.
+ended between 181 and 204 us, since who had the longest tiles held more of them: it is taken when the loads are done.
+Nsight Compute on D 128 causal: tensor cores 82 % busy, special functions 42 %, issue slots 40 %; of the 7.4 cycles
+between two instructions of a warp it spends 37 % at barriers.
 """
 
 from __future__ import annotations
