@@ -11,6 +11,7 @@ has a tile of its own in registers: they take sizes that are known to be good, m
     more, or float32   32 x 32,  4 warps        32 x 32,  4 warps      2 stages
     with dropout       at most x 64             at most 32 x 64, of 4 warps where 128 had 8
     bias or mask read  64 x 64,  8 warps        64 x 64,  8 warps      and so its own gradient, 1 stage
+    and D <= 64        64 x 64,  4 warps        64 x 64,  4 warps      3 stages, 2 of the second; its own 8
 """
 
 from __future__ import annotations
@@ -110,7 +111,9 @@ def _known(region: AttentionRegion) -> dict[str, Tile]:
         queries, keys = Tile(64, 128, 4, 3), Tile(64, 128, 8, 3)
     if reads_pairs(region) and size <= 256 and known.width == 2:
         rows = 64 if size <= 128 else 32
-        queries, keys = replace(queries, block_m=rows, block_n=64, warps=8), replace(keys, block_n=64)
+        warps, ahead = (4, 2) if size <= 64 and not draws(region.weight) else (8, keys.stages)
+        queries = replace(queries, block_m=rows, block_n=64, warps=warps)
+        keys = replace(keys, block_n=64, warps=warps, stages=ahead)
     if draws(region.weight):  # what a tile keeps takes registers
         queries = replace(queries, block_n=min(64, queries.block_n))
         keys = replace(keys, block_m=min(32, keys.block_m))
@@ -172,7 +175,8 @@ def pairs(e: Expr, region: AttentionRegion) -> bool:
 
 def pair_plan(keys: TilePlan) -> TilePlan:
     """Of a kernel that has a tile of queries and keys: nothing is fetched ahead."""
-    return replace(keys, stages=1, visits="bounds")
+    warps = 8 if keys.block_m * keys.block_n >= 64 * 64 else keys.warps
+    return replace(keys, warps=warps, stages=1, visits="bounds")
 
 
 def _fitting(region: AttentionRegion, kernel: str, t: Tile, device: Device) -> Tile:
