@@ -123,7 +123,7 @@ def test_all_of_it_compiles(name: str, saves_lse: bool) -> None:
         assert cross_compile(emit(region, specialised(region, made), saves_lse), 90).shared <= 232_448
 
 
-def test_tiles_by_a_table() -> None:
+def test_tiles_by_a_table(monkeypatch: pytest.MonkeyPatch) -> None:
     """Those that the mask cuts by number, of which the first is visited apart, then the run of full ones."""
     region = EXPRESSED["documents"]
     text = emit(region, specialised(region, planned(region))).text
@@ -131,6 +131,8 @@ def test_tiles_by_a_table() -> None:
     assert text.index("for block in range(1, above):") < text.index("for block in range(above, blocks):")
     full = text[text.index("for block in range(above, blocks):"):]
     assert "load0_tile" not in full[: full.index("done += blocks")]
+    assert not pays(region, LONG, find("h200"))
+    monkeypatch.setattr(hopper, "BY_TABLE", True)
     assert pays(region, LONG, find("h200")) == available()
     added = half(apply("add", SCALED, load(0, b, kv_idx, dtype="bfloat16")), loads=[((Size("B"), N), "bfloat16")])
     assert not pays(added, LONG, find("h200"))  # which may hold a finite fill: rows that see no key are visited again
