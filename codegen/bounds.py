@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Container, Iterable, Sequence
 
-from fusecomp.ir.expr import Load, Var, parts
+from fusecomp.ir.expr import Cast, Load, Var, parts
 from fusecomp.ir.ranges import Bound
 
 
@@ -17,7 +17,9 @@ def chain(op: str, texts: Sequence[str]) -> str:
 
 
 def in_int32(body: str, bounds: Iterable[Bound], axes: Container[str]) -> str:
-    """Positions are int32; a bound read from an int64 tensor, or computed from one of the batch `axes`, is not."""
+    """Positions are int32; a bound read from an int64 tensor, or computed from a number of the program's own or one of
+    the batch `axes`, is not."""
     used = [x for bound in bounds for x in parts(bound.edge)]
-    wide = any(x.dtype == "int64" if isinstance(x, Load) else isinstance(x, Var) and x.name in axes for x in used)
+    numbers = any(isinstance(x, Load | Cast) and x.dtype == "int64" for x in used)
+    wide = numbers or any(isinstance(x, Var) and x.name in axes for x in used)
     return f"tl.cast({body}, tl.int32)" if wide else body
