@@ -29,7 +29,7 @@ def bench(
     only: Annotated[str, typer.Option(help="cases whose name holds one of these words: D128,N18000")] = "",
     cases: Annotated[str, typer.Option(help="variants: causal,soft cap,ALiBi ...")] = "",
     modes: Annotated[str, typer.Option(help="forward, variants, backward, small, decode, paged")] = "",
-    peers: Annotated[str, typer.Option(help="names, or parts: eager,flex,cudnn,fusecomp")] = "",
+    peers: Annotated[str, typer.Option(help="names, or parts: eager,flex,cudnn; of --table, the columns")] = "",
     quick: Annotated[bool, typer.Option("--quick", help="a few cases, short timings, no slow compilations")] = False,
     device: Annotated[str, typer.Option(help="cuda, or cpu: the same cases in tiny sizes")] = "cuda",
     out: Annotated[str | None, typer.Option("--json", help="write the record here, after each case")] = None,
@@ -40,12 +40,13 @@ def bench(
 ) -> None:
     """Time attention in plain PyTorch beside its peers, in one run, each result held against float64 first."""
     from fusecomp.bench.page import Found, markdown
+    from fusecomp.bench.peers import chosen
     from fusecomp.bench.record import read
 
     _check_paths(out, plot)
     if table is not None:
         record = read(table)
-        print(markdown(record))
+        print(markdown(record, [peer.name for peer in chosen(peers, device)] if peers else ()))
     else:
         record = _run(*_asked(only, cases, modes, peers, quick, device), quick, device, out)
         say(Found(record), as_json=False)

@@ -51,12 +51,12 @@ class Page:
         yield table
 
 
-def pages(record: Record) -> Iterator[Page]:
-    """One of each mode and protocol that has times."""
+def pages(record: Record, shown: Collection[str] = ()) -> Iterator[Page]:
+    """One of each mode and protocol that has times. Columns of the peers `shown`, or of all; ratios are to the best of all."""
     for mode in MODES:
         cases = [case for case in record.cases if case.mode == mode]
         for protocol in protocols(cases):
-            yield _page(mode, protocol, cases)
+            yield _page(mode, protocol, cases, shown)
 
 
 def protocols(cases: Sequence[Measured]) -> list[str]:
@@ -64,8 +64,8 @@ def protocols(cases: Sequence[Measured]) -> list[str]:
     return list(dict.fromkeys(t.protocol for case in cases for row in case.rows for t in row.timings))
 
 
-def markdown(record: Record) -> str:
-    return "\n\n".join([f"{about(record)}.", *(page.markdown for page in pages(record))])
+def markdown(record: Record, shown: Collection[str] = ()) -> str:
+    return "\n\n".join([f"{about(record)}.", *(page.markdown for page in pages(record, shown))])
 
 
 def about(record: Record) -> str:
@@ -75,8 +75,9 @@ def about(record: Record) -> str:
     return f"{m.get('device', 'a device')}, {versions}, {m.get('date', '')}, `{m.get('command', 'fusecomp bench')}`"
 
 
-def _page(mode: str, protocol: str, cases: Sequence[Measured]) -> Page:
-    peers = in_order({row.peer for case in cases for row in case.rows if _told(row, protocol)})
+def _page(mode: str, protocol: str, cases: Sequence[Measured], shown: Collection[str]) -> Page:
+    told = {row.peer for case in cases for row in case.rows if _told(row, protocol)}
+    peers = in_order(told & set(shown) if shown else told)
     found = [t.median for case in cases for row in case.rows if (t := row.timing(protocol))]
     unit, scale = ("ms", 1.0) if max(found) >= 0.5 and mode not in READS else ("us", 1e3)
     work = cases[0].unit
