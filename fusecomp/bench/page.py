@@ -52,7 +52,7 @@ class Page:
 
 
 def pages(record: Record, shown: Collection[str] = ()) -> Iterator[Page]:
-    """One of each mode and protocol that has times. Columns of the peers `shown`, or of all; ratios are to the best of all."""
+    """One of each mode and protocol with times, columns of those `shown` or of all; ratios are to the best of all."""
     for mode in MODES:
         cases = [case for case in record.cases if case.mode == mode]
         for protocol in protocols(cases):
