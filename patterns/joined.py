@@ -136,7 +136,7 @@ def fits(pieces: list[Piece]) -> bool:
     """Whether the pieces are one softmax, each part once."""
     if len({(p.whole, p.key, p.out_axes) for p in pieces}) > 1:
         return False
-    if len({dtype(p.values) for p in pieces}) > 1 or not leads_to_softmax(pieces[0].whole):
+    if {dtype(p.values) for p in pieces} != {dtype(pieces[0].whole)} or not leads_to_softmax(pieces[0].whole):
         return False
     ordered = in_order(pieces)
     first = pieces[0]

@@ -84,9 +84,10 @@ def read(product: Node, spec: Contraction) -> Renormalised | None:
     below = reach([total], lambda n: [u for u in n.users if u is not quotient])
     between = tuple(n for n in quotient.graph.nodes if n in below and n is not total)
     own = [a for a in spec.out_axes if a not in spec.left_axes]
+    alike = {dtype(n) for n in (weights, quotient, spec.right, product)} == {dtype(total)}  # type: ignore[arg-type]
     fits = len(own) == 1 and set(spec.out_axes) - set(own) == set(spec.left_axes) - {key} and own[0] in spec.right_axes
     found = Renormalised(product, spec, weights, total, between)  # type: ignore[arg-type]
-    if not fits or found.divisor is not divisor or not all(map(pointwise, between)):
+    if not (fits and alike) or found.divisor is not divisor or not all(map(pointwise, between)):
         return None
     row = tuple(const(1) if a == key else n for a, n in zip(spec.left_axes, shape(quotient), strict=True))
     return found if shape(found.divisor) == row and (between or soft(weights)) else None  # type: ignore[arg-type]
@@ -94,7 +95,7 @@ def read(product: Node, spec: Contraction) -> Renormalised | None:
 
 def summed(node: Node, weights: Node, key: int) -> bool:
     """Whether `node` sums the weights over the keys."""
-    if op_name(node) != "sum" or dtype(node) != dtype(weights):
+    if op_name(node) != "sum":
         return False
     dim = argument(node, 1, "dim")
     dims = [axis(d, len(shape(weights))) for d in (dim if isinstance(dim, list | tuple) else [dim]) if d is not None]

@@ -153,3 +153,19 @@ def test_a_call_without_a_kernel_reads_the_one_before_it(monkeypatch: pytest.Mon
     assert fused == 1
     assert calls["scaled_dot_product_attention"] == 1
     assert calls["softmax"] == 0
+
+
+def renormalised_in_float32(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    w = weights(q, k) * v[..., 0].unsqueeze(-2)
+    return (w / (w.sum(-1, keepdim=True).float() + 9.0)) @ v.float()
+
+
+def two_values_of_another_type(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    p = weights(q, k[..., :2, :])
+    return p[..., :1] * v[..., :1, :].float() + p[..., 1:] * v[..., 1:2, :].float()
+
+
+@pytest.mark.parametrize("fn", [renormalised_in_float32, two_values_of_another_type])
+def test_values_of_another_type_than_the_weights_stay(fn: Callable[..., Tensor]) -> None:
+    agree(fn, [x.bfloat16() for x in qkv()], fused=0)
+    agree(fn, qkv())
