@@ -169,3 +169,12 @@ def two_values_of_another_type(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 def test_values_of_another_type_than_the_weights_stay(fn: Callable[..., Tensor]) -> None:
     agree(fn, [x.bfloat16() for x in qkv()], fused=0)
     agree(fn, qkv())
+
+
+def test_what_is_written_out_twice_stays_so() -> None:
+    def joined_and_renormalised(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        w = weights(q, k) * v[..., 0].unsqueeze(-2)
+        w = w / (w.sum(-1, keepdim=True) + 9.0)
+        return w[..., :5] @ v[..., :5, :] + w[..., 5:] @ (2 * v[..., 5:, :])
+
+    agree(joined_and_renormalised, qkv())

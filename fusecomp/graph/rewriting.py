@@ -45,14 +45,14 @@ def write(call: Node, output: Node, parts: Sequence[Node] = ()) -> Written:
 
 
 def put_back(module: GraphModule, written: Sequence[Written], fused: Container[Node]) -> None:
-    """Give every call its place again of which no part is in the graph no more. `fused`: outputs of attention."""
-    instead, alive = _instead(module), set(module.graph.nodes)
+    """Give every call its place again of which no part left the graph for good. `fused`: outputs of attention."""
+    instead, alive, gone = _instead(module), set(module.graph.nodes), set[Node]()
 
     def now(node: Node) -> Node:
         return list(_line(node, instead))[-1]
 
     def stays(part: Node) -> bool:
-        return now(part) in alive and not any(n in fused for n in _line(part, instead))
+        return now(part) in alive and not any(n in fused or n in gone for n in _line(part, instead))
 
     for one in reversed(written):
         if all(map(stays, one.parts)):
@@ -66,6 +66,8 @@ def put_back(module: GraphModule, written: Sequence[Written], fused: Container[N
                     alive.add(new)
             stand_for(output, new)
             alive.difference_update(call.node for call in erased(output))
+        else:
+            gone.update(call.node for call in one.calls)
     del module.meta[INSTEAD]
 
 
