@@ -41,7 +41,23 @@ def fusecomp(
     chosen = Options.parse(options, mode)
     with unheard():
         module = rewritten(gm, placeholder_values(gm), chosen)
-    return inner_backend(chosen)(module, example_inputs)
+    compiled = inner_backend(chosen)
+    if module is gm or not any(map(named_otherwise, example_inputs)):
+        return compiled(module, example_inputs)
+    run = compiled(module, [*map(plain, example_inputs)])
+    return lambda *inputs: run(*map(plain, inputs))
+
+
+def named_otherwise(x: object) -> bool:
+    """Whether it is a tensor of a class that changes no operator: PyTorch hands such tensors to its own alone."""
+    if not isinstance(x, torch.Tensor) or type(x) in (torch.Tensor, torch.nn.Parameter):
+        return False
+    return x.__torch_dispatch__ is torch.Tensor.__torch_dispatch__  # type: ignore[attr-defined, no-any-return]
+
+
+def plain(x: Any) -> Any:
+    """The same tensor as a torch.Tensor, where it is of such a class."""
+    return x.as_subclass(torch.Tensor) if named_otherwise(x) else x
 
 
 def unheard() -> AbstractContextManager[object]:

@@ -213,6 +213,28 @@ def test_sparse_masks_beside_attention() -> None:
     torch.testing.assert_close(compiled(fn, fullgraph=False, strict=False)(*args), fn(*args), rtol=1e-4, atol=1e-4)
 
 
+class Named(Tensor):
+    """A class that changes no operator."""
+
+
+@pytest.mark.parametrize("learn", [False, True])
+@pytest.mark.parametrize("inner", ["inductor", "aot_eager"])
+def test_tensors_of_a_class_without_operators_of_its_own(inner: str, learn: bool) -> None:
+    """PyTorch's own operators refuse them in a compiled graph, where no kernel replaces those."""
+
+    def fn(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return torch.softmax(q @ k.transpose(-1, -2), -1) @ v
+
+    torch._dynamo.reset()
+    q, k, v = (x.as_subclass(Named) for x in qkv(learn=learn))
+    fast = torch.compile(fn, backend="fusecomp", options={"inner": inner, "strict": True})
+    out, expected = fast(q, k, v), fn(q, k, v)
+    assert type(out) is Named
+    torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-4)
+    for a, b in zip(*(torch.autograd.grad(o.sum(), (q, k, v)) for o in (out, expected)), strict=True) if learn else ():
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
+
+
 SHRINK = 32**-0.5
 
 
