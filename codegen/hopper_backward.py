@@ -14,6 +14,7 @@ from fusecomp.codegen.backward_launcher import parameters
 from fusecomp.codegen.backward_tile import times
 from fusecomp.codegen.copied import pair_loads
 from fusecomp.codegen.derivative import ONE
+from fusecomp.codegen.function import quoted
 from fusecomp.codegen.hopper_backward_skeletons import HELPERS, KEY_GRADIENTS, LAYOUTS, QUERY_GRADIENT, QUERY_LAYOUT
 from fusecomp.codegen.hopper_functions import BARRIERS, TANH
 from fusecomp.codegen.hopper_launch import LAUNCH_HELPERS
@@ -185,7 +186,7 @@ def kernel_of(
     walked = frame.plan.block_n if name == "query_gradient" else frame.plan.block_m
     more: Holes = {} if name == "query_gradient" else {"memory": [], "ready": [], "more": ""}
     kernel = tidy(fill(QUERY_GRADIENT if name == "query_gradient" else KEY_GRADIENTS, {
-        "sizes": "[" + ", ".join(f'"{p}"' for p in unspecialised(frame, params)) + "]", "name": name,
+        "sizes": quoted(unspecialised(frame, params)), "name": name,
         "parameters": wrapped(params, 4), "dtype": triton_dtype(frame.region.out_dtype), "rows": str(walked),
         "size": str(extent(frame.region.dv)), "warps": "[4, 1]", "registers": str(REGISTERS), **more, **holes,
         "given": [line for x, names in given.items() for line in (f"{x} = (", *indented(wrapped(names, 4)), ")")],

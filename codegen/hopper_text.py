@@ -11,6 +11,7 @@ from fusecomp.codegen import hopper_pairs as pairs
 from fusecomp.codegen.base2 import may_be_minus_inf
 from fusecomp.codegen.copied import COLUMNS
 from fusecomp.codegen.frame import Frame
+from fusecomp.codegen.function import quoted
 from fusecomp.codegen.hopper import GROUP_ROWS, REGISTERS, blocks, expresses, holds_q
 from fusecomp.codegen.hopper_functions import BARRIERS, IMPORTS, TANH
 from fusecomp.codegen.hopper_keys import KEY_OF, walk
@@ -255,7 +256,7 @@ def _attention(frame: Frame, produced: list[str], consumed: list[str]) -> tuple[
     """(the kernel, what it takes)."""
     described = [f"{x.tensor}_desc" for _, x in frame.copied]
     params = [*TAKEN, *described, *parameters(frame, {*produced, *consumed})]
-    sizes = "[" + ", ".join(f'"{p}"' for p in ("all_tiles", "section", *unspecialised(frame, params))) + "]"
+    sizes = quoted(["all_tiles", "section", *unspecialised(frame, params)])
     size, groups = extent(frame.region.dv), frame.plan.consumers
     _, multiplies, copies = REGISTERS[groups]
     holes: Holes = {

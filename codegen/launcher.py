@@ -17,6 +17,8 @@ SCHEDULED = ("requests", "units", "programs")
 """What the host counts for `schedule`."""
 SHARED = ("splits",)
 """What it counts for the sum of a gradient whose programs are many."""
+CONSTANTS = ("BLOCK_M", "BLOCK_N", "WHOLE")
+"""What is known when a kernel is compiled, of a file whose kernels differ in it."""
 
 
 def parameters(frame: Frame, read: Iterable[str]) -> list[str]:
@@ -67,7 +69,7 @@ def rounded_up(n: str, size: object) -> str:
 
 def declared(params: Sequence[str]) -> Lines:
     """Parameters as the kernel declares them."""
-    return [f"{p}: tl.constexpr" if p.isupper() and len(p) > 2 else p for p in params]
+    return [f"{p}: tl.constexpr" if p in CONSTANTS else p for p in params]
 
 
 def wrapped(items: Iterable[str], indent: int = 0, width: int = 100) -> Lines:

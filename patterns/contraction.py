@@ -11,9 +11,10 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
+from torch import Tensor
 from torch.fx import Node
 
-from fusecomp.graph.facts import is_tensor, number, op_name, shape, value
+from fusecomp.graph.facts import is_tensor, number, op_name, said, shape, value
 from fusecomp.ir.algebra import const
 from fusecomp.ir.expr import Const, Expr
 
@@ -132,6 +133,13 @@ def _summed_alone(spec: Contraction) -> bool:
     return all((a == const(1)) == (b == const(1)) for a, b in sizes)
 
 
+def without_ones(x: Tensor, axes: str) -> Tensor:
+    """A side without its axes of length 1 that are broadcast."""
+    for n in reversed([n for n, a in enumerate(axes) if a == "."]):
+        x = x.squeeze(n)
+    return x
+
+
 def _baddbmm(node: Node) -> Contraction | None:
     """beta * input + alpha * (a @ b) of two or three axes; beta = 0 ignores the input, even NaN in it."""
     words = ("batch1", "batch2") if op_name(node) == "baddbmm" else ("mat1", "mat2")
@@ -148,7 +156,7 @@ def _baddbmm(node: Node) -> Contraction | None:
 def _linear(node: Node) -> Contraction | None:
     """x @ w.T + bias"""
     x, w = node.args[:2]
-    bias = node.args[2] if len(node.args) > 2 else node.kwargs.get("bias")
+    bias = said(node.args, node.kwargs, 2, "bias")
     if len(shape(w)) != 2:
         return None
     batch = string.ascii_lowercase[: len(shape(x)) - 1]
@@ -168,7 +176,7 @@ def _sum_of_product(node: Node) -> Contraction | None:
     letters = string.ascii_lowercase[:rank]
     summed = int(dims[0]) % rank
     left, right = (_batch_axes(x, letters, len(shape(x))) for x in (a, b))
-    keepdim = node.args[2] if len(node.args) > 2 else node.kwargs.get("keepdim", False)
+    keepdim = said(node.args, node.kwargs, 2, "keepdim", False)
     spec = Contraction(a, b, left, right, letters.replace(letters[summed], "." if keepdim else ""))
     if letters[summed] not in left or letters[summed] not in right or normalises(spec) or normalises(spec.swapped()):
         return None
@@ -198,7 +206,7 @@ def _vecdot(node: Node) -> Contraction | None:
     a, b = node.args[:2]
     rank = len(shape(node)) + 1
     letters = string.ascii_lowercase[:rank]
-    dim = node.args[2] if len(node.args) > 2 else node.kwargs.get("dim", -1)
+    dim = said(node.args, node.kwargs, 2, "dim", -1)
     left, right = (_batch_axes(x, letters, len(shape(x))) for x in (a, b))
     summed = letters[int(dim) % rank]
     return Contraction(a, b, left, right, letters.replace(summed, "")) if summed in left and summed in right else None

@@ -16,12 +16,11 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 
 from fusecomp.graph.capture import inline
-from fusecomp.graph.facts import Facts, dtype, is_tensor, number, op_name, shape, size_expr, value
-from fusecomp.graph.modes import in_their_modes
-from fusecomp.graph.rewriting import Written, write
+from fusecomp.graph.facts import dtype, is_tensor, number, op_name, shape, size_expr, value
+from fusecomp.graph.rewriting import Written, movable, write
 from fusecomp.ir.algebra import ZERO, apply, const
 from fusecomp.ir.expr import Const, Expr
-from fusecomp.patterns.contraction import Contraction, contraction
+from fusecomp.patterns.contraction import Contraction, contraction, without_ones
 from fusecomp.patterns.lift import argument, axis
 from fusecomp.patterns.sums import leads_to_softmax
 from fusecomp.patterns.views import clamped_start
@@ -48,7 +47,7 @@ def join(module: GraphModule) -> Iterator[Written]:
         if op_name(node) in ADDS and node.users:
             terms = summands(node, node)
             found = [p for p in map(piece, terms) if p is not None]
-            if 1 < len(found) == len(terms) and fits(found) and together(module, terms, node):
+            if 1 < len(found) == len(terms) and fits(found) and movable(module, terms, read_by(terms), node):
                 inputs = list(dict.fromkeys([found[0].whole, *(p.values for p in found)]))
                 yield write(node, inline(node, joined(found, inputs), inputs))
 
@@ -59,6 +58,10 @@ def summands(node: Node, root: Node) -> list[Node]:
     if op_name(node) in ADDS and plain and (node is root or len(node.users) == 1):
         return [x for a in node.args for x in summands(a, root)]  # type: ignore[arg-type]
     return [node]
+
+
+def read_by(terms: list[Node]) -> list[Node]:
+    return [x for t in terms for x in t.all_input_nodes]
 
 
 def piece(product: Node) -> Piece | None:
@@ -122,16 +125,6 @@ def within(node: Node, key: int) -> tuple[Node, Expr] | None:
 SPLITS = ("split", "chunk", "split_with_sizes", "tensor_split")
 
 
-def together(module: GraphModule, terms: list[Node], at: Node) -> bool:
-    """Whether the terms may as well be computed where their sum is."""
-    facts = Facts(module.graph)
-    first, last = (f(map(facts.position.__getitem__, [*terms, at])) for f in (min, max))
-    read = [x for t in terms for x in t.all_input_nodes]
-    modes = dict(in_their_modes(module.graph))
-    alike = all(modes[t] == modes[at] for t in terms)
-    return alike and not any(facts.written_between(x, first, last) for x in read)
-
-
 def fits(pieces: list[Piece]) -> bool:
     """Whether the pieces are one softmax, each part once."""
     if len({(p.whole, p.key, p.out_axes) for p in pieces}) > 1:
@@ -173,9 +166,7 @@ def joined(pieces: list[Piece], inputs: list[Node]) -> Callable[..., Tensor]:
 
 def laid_out(x: Tensor, own: str, axes: str, sizes: Mapping[str, int]) -> Tensor:
     """The values with the axes `axes`, repeated along those that they have not."""
-    for n in reversed([n for n, a in enumerate(own) if a == "."]):
-        x = x.squeeze(n)
-    own, key = own.replace(".", ""), axes[-2]
+    x, own, key = without_ones(x, own), own.replace(".", ""), axes[-2]
     if key not in own:
         x, own = x.unsqueeze(0), key + own
     x = x.permute([own.index(a) for a in axes if a in own])

@@ -23,7 +23,18 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx import Node
 
-from fusecomp.graph.facts import Facts, dtype, is_tensor, number, op_name, shape, storage, value, written_arguments
+from fusecomp.graph.facts import (
+    Facts,
+    dtype,
+    is_tensor,
+    number,
+    op_name,
+    said,
+    shape,
+    storage,
+    value,
+    written_arguments,
+)
 from fusecomp.graph.learning import cut, learns
 from fusecomp.ir.algebra import ZERO, apply, const
 from fusecomp.ir.expr import Const, Expr, Load, Reduce, Var, dtype_kind, parts, variables
@@ -261,9 +272,7 @@ def lift_argument(lift: Lift, node: Node, x: Any, index: Index) -> Expr:
 
 def argument(node: Node, place: int, name: str, default: Any = None) -> Any:
     """A call's argument, positional or by keyword."""
-    if len(node.args) > place:
-        return node.args[place]
-    return node.kwargs.get(name, default)
+    return said(node.args, node.kwargs, place, name, default)
 
 
 def axis(n: Any, rank: int) -> int:

@@ -17,12 +17,11 @@ from torch.fx import GraphModule, Node
 from torch.fx.node import map_arg
 
 from fusecomp.graph.capture import inline
-from fusecomp.graph.facts import Facts, dtype, is_tensor, op_name, reach, shape
-from fusecomp.graph.modes import in_their_modes
-from fusecomp.graph.rewriting import Written, write
+from fusecomp.graph.facts import dtype, is_tensor, op_name, reach, shape
+from fusecomp.graph.rewriting import Written, movable, write
 from fusecomp.ir.algebra import const
 from fusecomp.ir.expr import Const
-from fusecomp.patterns.contraction import Contraction, contraction
+from fusecomp.patterns.contraction import Contraction, contraction, without_ones
 from fusecomp.patterns.lift import argument, axis
 from fusecomp.patterns.sums import leads_to_softmax
 
@@ -128,11 +127,8 @@ def truth(node: Node) -> bool:
 
 def undisturbed(module: GraphModule, found: Renormalised) -> bool:
     """Whether all may as well be computed where the product is."""
-    facts, modes = Facts(module.graph), dict(in_their_modes(module.graph))
-    first, last = facts.position[found.weights], facts.position[found.product]
     nodes = [found.weights, found.total, *found.between, found.spec.left]
-    alike = all(modes[n] == modes[found.product] for n in nodes)
-    return alike and not any(facts.written_between(x, first, last) for n in nodes for x in (n, *n.all_input_nodes))
+    return movable(module, nodes, [x for n in nodes for x in (n, *n.all_input_nodes)], found.product)
 
 
 def divided(found: Renormalised, inputs: list[Node]) -> Callable[..., Tensor]:
@@ -143,10 +139,7 @@ def divided(found: Renormalised, inputs: list[Node]) -> Callable[..., Tensor]:
 
     def product(*tensors: Tensor) -> Tensor:
         known = dict(zip(inputs, tensors, strict=True))
-        values = known[spec.right]
-        for n in reversed([n for n, a in enumerate(spec.right_axes) if a == "."]):
-            values = values.squeeze(n)
-        place = axes.index(column)
+        values, place = without_ones(known[spec.right], spec.right_axes), axes.index(column)
         values = torch.cat([values, torch.ones_like(values.narrow(place, 0, 1))], place)
         both = torch.einsum(f"{spec.left_axes},{axes}->{spec.out_axes}", known[found.weights], values)
         at = spec.out_axes.index(column)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import operator
 import re
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
 from pathlib import Path
@@ -154,6 +154,11 @@ def reach(start: Iterable[Node], step: Callable[[Node], Iterable[Node]]) -> set[
     return seen
 
 
+def said(args: Sequence[Any], kwargs: Mapping[str, Any], place: int, name: str, default: Any = None) -> Any:
+    """An argument of a call, positional or by keyword."""
+    return args[place] if len(args) > place else kwargs.get(name, default)
+
+
 def written_arguments(node: Node) -> list[Node]:
     """The tensor arguments that a node writes into (`detach_` changes no value).
 
@@ -166,7 +171,7 @@ def written_arguments(node: Node) -> list[Node]:
         return []
     found = []
     for i, name in written_places(node.target):
-        passed = node.args[i] if i < len(node.args) else node.kwargs.get(name)
+        passed = said(node.args, node.kwargs, i, name)
         found += [x for x in (passed if isinstance(passed, list | tuple) else [passed]) if isinstance(x, Node)]
     return found
 

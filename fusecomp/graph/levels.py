@@ -21,7 +21,7 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
 
 from fusecomp.errors import CaptureError
 from fusecomp.graph import sdpa
-from fusecomp.graph.facts import copy_of, recorded_value
+from fusecomp.graph.facts import copy_of, recorded_value, said
 from fusecomp.graph.learning import DETACHING
 from fusecomp.graph.modes import Modes, in_their_modes
 
@@ -67,7 +67,7 @@ def defined(args: Sequence[Any], kwargs: Mapping[str, Any]) -> torch.Tensor:
     if how.p or (how.causal and mask is not None):
         what = "dropout" if how.p else "both a mask and is_causal"
         raise CaptureError(f"{sdpa.CALL} with {what} stands under torch.vmap; write the batch axis out")
-    q, k, v = (sdpa.said(args, kwargs, place, name) for place, name in enumerate(("query", "key", "value")))
+    q, k, v = (said(args, kwargs, place, name) for place, name in enumerate(("query", "key", "value")))
     return sdpa.definition(how, q, k, v, mask)
 
 

@@ -6,12 +6,15 @@ replaced in its turn, and so may its operands: the graph remembers what stands f
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from torch.fx import GraphModule, Node
 from torch.fx.node import map_arg
+
+from fusecomp.graph.facts import Facts
+from fusecomp.graph.modes import in_their_modes
 
 INSTEAD = "fusecomp_instead"
 """In the meta of a graph: {a node that left it: what stands for it}."""
@@ -42,6 +45,14 @@ def write(call: Node, output: Node, parts: Sequence[Node] = ()) -> Written:
     """Let `output` stand for `call`, which leaves the graph with what nothing else reads."""
     stand_for(call, output)
     return Written(output, tuple(parts) or (output,), tuple(erased(call)))
+
+
+def movable(module: GraphModule, nodes: Sequence[Node], read: Iterable[Node], to: Node) -> bool:
+    """Whether nodes may as well be computed where `to` is: in the same modes, with what is `read` not written since."""
+    facts, modes = Facts(module.graph), dict(in_their_modes(module.graph))
+    first, last = min(map(facts.position.__getitem__, nodes)), facts.position[to]
+    alike = all(modes[n] == modes[to] for n in nodes)
+    return alike and not any(facts.written_between(x, first, last) for x in read)
 
 
 def put_back(module: GraphModule, written: Sequence[Written], fused: Container[Node]) -> None:

@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fusecomp.graph.facts import said
+
 CALL = "scaled_dot_product_attention"
 
 
@@ -28,11 +30,6 @@ class How:
     def of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> How:
         p, causal, scale = (said(args, kwargs, *x) for x in ((4, "dropout_p", 0.0), (5, "is_causal"), (6, "scale")))
         return How(p, bool(causal), scale)
-
-
-def said(args: Sequence[Any], kwargs: Mapping[str, Any], place: int, name: str, default: Any = None) -> Any:
-    """An argument of a call, positional or by keyword."""
-    return args[place] if len(args) > place else kwargs.get(name, default)
 
 
 def mask_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
