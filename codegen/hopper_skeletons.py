@@ -6,7 +6,7 @@ FlashAttention-3 (Shah et al. 2024, sections 3.1 and 3.2) has both ideas: warps 
 turns, so that one multiplies while the others are at their exponentials. Here K runs from the last key to the first,
 and programs take tiles of queries from a counter until none is left.
 
-Where the time goes, by the device's clock read inside the kernel (H200, N 4096, microseconds):
+Where the time goes, by the device's clock read inside the kernel (probes_h200.json; N 4096, microseconds):
 
                                 D 64, 192 rows    D 128 causal    D 256 causal
     each tile of keys           1.50              1.39            1.39             128, 128 and 64 keys

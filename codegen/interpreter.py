@@ -21,7 +21,7 @@ def teach() -> None:
 
 def teach_calls() -> None:
     """Let what a kernel calls find the language as the kernel's launch prepared it: the interpreter prepares it anew at
-    each call, `tl.sum` and `tl.cdiv` included, in a quarter of its time."""
+    each call, `tl.sum` and `tl.cdiv` included, which takes much of its time."""
     import triton.language as tl
     from triton.runtime import interpreter
 

@@ -20,8 +20,8 @@ import fusecomp
 
 @pytest.fixture(scope="session", autouse=True)
 def guards_untimed() -> Iterator[None]:
-    """Dynamo times the guards of each graph that it compiles, behind a cleared cache: a quarter of a short program's
-    compilation, for a line of its log."""
+    """Dynamo times the guards of each graph that it compiles, behind a cleared cache: long beside a short program's
+    compilation, and for a line of its log."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(guards, "profile_guard_manager", lambda *_: 0.0, raising=False)
         yield

@@ -23,7 +23,8 @@ from fusecomp.planning.facts import WIDTH
 SHARE = 0.125
 """Of the attention's predicted time."""
 HOST_LAUNCH = 1e-5
-"""s: what a launch takes the host. Tables of gradients are made in each layer anew, and short kernels wait for it."""
+"""s: what a launch takes the host (probes_h200.json). Tables of gradients are made in each layer anew, and short
+kernels wait for it."""
 
 
 def visits(region: AttentionRegion, sizes: Mapping[str, int], device: Device, seconds: float) -> str:

@@ -33,12 +33,13 @@ LEAST_TILES = 4
 
 LEAST_BUFFERS = 2
 """Tiles in shared memory of what the score reads for each pair. With two a bias of each head (B 4, H 16, N 4096, D 64)
-takes 0.78 ms where the portable kernel takes 0.99; one is not ready when it is needed."""
+takes 0.78 ms where the portable kernel takes 0.99 (probes_h200.json); one is not ready when it is needed."""
 
 
 BY_TABLE = False
 """Whether it runs masks whose tiles come from a table, too. Packed documents (B 4, H 16, N 4096, D 64) take as long as
-with the portable kernel from a CUDA graph, 0.20 ms, and longer call by call: 0.33 ms beside 0.21."""
+with the portable kernel from a CUDA graph, 0.20 ms, and longer call by call: 0.33 ms (bench_h200.json) beside 0.21
+(bench_first_h200.json)."""
 
 
 @cache
@@ -68,7 +69,7 @@ def trains(match: Match) -> bool:
 
 def trains_faster(match: Match, options: Options) -> bool:
     """Whether plain attention is no faster by PyTorch's own kernels. A training step of cuDNN's, which adds to dQ in
-    any order, takes 5 to 8 % less than one that does not (hopper_backward_h200.json)."""
+    any order, takes 4 to 8 % less than one that does not (hopper_backward_h200.json)."""
     return not match.learned or (trains(match) and not in_order(options))
 
 

@@ -28,7 +28,8 @@ from fusecomp.running.substitute import take_place
 DEVICES = ("cuda",)
 HALF = ("bfloat16", "float16")
 LEAST_SECONDS = 1e-5
-"""Predicted for a generated kernel. At 1.5e-5 (N 512, 64 heads) both take 15 us, and PyTorch's is called sooner."""
+"""Predicted for a generated kernel. At 1.5e-5 (N 512, 64 heads) both take 15 us, and PyTorch's is called sooner
+(probes_h200.json)."""
 WIDEST = 256
 """Head size up to which PyTorch's fused kernels go; it must be a multiple of 8."""
 
