@@ -8,7 +8,7 @@ from dataclasses import replace
 from itertools import accumulate
 
 from fusecomp.codegen import hopper_pairs as pairs
-from fusecomp.codegen.base2 import may_be_minus_inf
+from fusecomp.codegen.base2 import Exponent, may_be_minus_inf
 from fusecomp.codegen.copied import COLUMNS
 from fusecomp.codegen.frame import Frame
 from fusecomp.codegen.function import quoted
@@ -149,22 +149,13 @@ def _reinterpreted(frame: Frame, name: str) -> str:
 
 def _consumer(frame: Frame, saves_lse: bool) -> Holes:
     """What four warps do with a tile."""
-    size, e, dtype = extent(frame.region.dv), frame.exponent, triton_dtype(frame.region.out_dtype)
-    factor = f" * {frame.factor(e)}" if e.scale != 1.0 else ""
+    size, e = extent(frame.region.dv), frame.exponent
     slope = None if frame.tabled else sloped(e, frame.q_idx, frame.kv_idx, frame.moving)
     e = replace(e, score=slope.score) if slope else e
-    shift = _shift(frame, slope)
-    top = "(row_max - shift)" if slope else "row_max"
-    ahead_of_edge, edge = ahead(frame, e, tests_of_edge(frame), edge=True)
-    edge += shift
-    plain, loose = of_full(frame, e)
-    shared: Holes = {"to_max": " + shift" if slope else factor, "dtype": dtype, "pairs": pairs.read(frame),
-              "weights": e.exp(f"score{factor} - {top}[:, None]"),
-              "rescale": e.exp("row_max - new_max")}  # fmt: skip
-    keys = walk(frame)
-    edge_step = fill(STEP, {**shared, "k_start": keys.begin("block"), "ahead": ahead_of_edge, "score": edge})
-    ahead_of_full, full = ahead(frame, plain, loose, edge=False)
-    full_step = fill(STEP, {**shared, "k_start": keys.full_begin, "ahead": ahead_of_full, "score": [*full, *shift]})
+    shared, keys, (plain, loose) = _weighed(frame, e, slope), walk(frame), of_full(frame, e)
+    edge, full = _scored(frame, e, tests_of_edge(frame), slope, True), _scored(frame, plain, loose, slope, False)
+    edge_step = fill(STEP, {**shared, **edge, "k_start": keys.begin("block")})
+    full_step = fill(STEP, {**shared, **full, "k_start": keys.full_begin})
     held = HELD.splitlines() if holds_q(frame.plan, size) else []
     above, below = keys.full
     return {
@@ -179,16 +170,35 @@ def _consumer(frame: Frame, saves_lse: bool) -> Holes:
         "below_loop": _loop("for block in range(below, blocks):", edge_step) if below == "below" else [],
         "full_begin": above,
         "full_end": below,
-        "ahead": ahead_of_edge,
-        "edge_score": edge,
+        "ahead": edge["ahead"],
+        "edge_score": edge["score"],
         "full_step": full_step.splitlines(),
         "first_max": f"gl.maximum(gl.max(score, axis=1){shared['to_max']}, {_least(frame)})",
         "weights": shared["weights"],
-        "dtype": dtype,
+        "dtype": shared["dtype"],
         "size": str(size),
         "finish": _finish(frame, saves_lse),
         "store": _store(frame),
     }
+
+
+def _weighed(frame: Frame, e: Exponent, slope: Slope | None) -> Holes:
+    """P of a tile, and what else every step has."""
+    factor = f" * {frame.factor(e)}" if e.scale != 1.0 else ""
+    top = "(row_max - shift)" if slope else "row_max"
+    return {
+        "to_max": " + shift" if slope else factor,
+        "dtype": triton_dtype(frame.region.out_dtype),
+        "pairs": pairs.read(frame),
+        "weights": e.exp(f"score{factor} - {top}[:, None]"),
+        "rescale": e.exp("row_max - new_max"),
+    }
+
+
+def _scored(frame: Frame, e: Exponent, tests: Sequence[Expr], slope: Slope | None, edge: bool) -> Holes:
+    """S of a tile: what can be read ahead of the product, and the rest."""
+    first, rest = ahead(frame, e, tests, edge)
+    return {"ahead": first, "score": [*rest, *_shift(frame, slope)]}
 
 
 def _rising(frame: Frame, slope: Slope | None) -> Lines:
