@@ -116,6 +116,13 @@ def test_a_tensor_that_is_not_aligned(module: Any, heard: list[Any]) -> None:
     assert host.calls == 3
 
 
+def test_one_tensor_in_two_places(module: Any, heard: list[Any]) -> None:
+    again, (x, y) = Replayed(Host(module)), draw()
+    for tensors in ([x, x], [x, y], [y, y], [y, x]):
+        assert said(heard, again, tensors) == said(heard, Host(module), tensors)
+    assert len(again.known) == 1
+
+
 OTHERWISE = [torch.clone, torch.neg, lambda x: x[1:], lambda x: x[0].item(), lambda x: x.zero_()]
 
 

@@ -51,10 +51,16 @@ class Replayed:
                 pointers = [*map(_pointer, tensors)]
                 aligned = not reduce(or_, pointers) % ALIGNED
                 return recording.again(tensors, pointers) if aligned and recording.possible() else self.call(tensors)
-        if self.tried < MOST and tensors[0].device.type in DEVICES and triton_release() in RELEASES:
+        if self.tried < MOST and self._may_record(tensors):
             self.tried += 1
             return self._recorded(tensors)
         return self.call(tensors)
+
+    @staticmethod
+    def _may_record(tensors: list[Tensor]) -> bool:
+        """Not what is given one tensor twice: in a launch its places could not be told apart."""
+        known = tensors[0].device.type in DEVICES and triton_release() in RELEASES
+        return known and len({*map(id, tensors)}) == len(tensors)
 
     def _recorded(self, tensors: list[Tensor]) -> Any:
         with listening() as launches, Watch(launches) as seen:
