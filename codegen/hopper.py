@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from fusecomp.codegen.cheaper import cheaper
-from fusecomp.codegen.copied import COLUMNS
+from fusecomp.codegen.copied import COLUMNS, buffers, copied
 from fusecomp.codegen.frame import Frame
 from fusecomp.codegen.memory import output_index
 from fusecomp.ir.expr import Apply, Const, Expr, Load, Var, parts, variables
@@ -30,6 +30,8 @@ GROUP_ROWS = 64
 """Of a tile of queries, for each group of four warps."""
 KEYS = {64: 128, 128: 128, 256: 64}
 """Of a tile, for each head size: registers hold S, P and O."""
+NARROW = 64
+"""The same where else there is no room for two tiles of what is read for each pair."""
 STAGES = {64: 3, 128: 2, 256: 2}
 """Of K and of V, for each head size: as many as shared memory holds beside Q and O."""
 REGISTERS = {2: (168, 240, 24), 3: (128, 160, 32)}
@@ -84,7 +86,9 @@ def specialised(region: AttentionRegion, plan: TilePlan) -> TilePlan:
     """The plan with this kernel's own tile, whose cost nothing predicts yet."""
     size, n = extent(region.dv), 2 if plan.visits == "table" else groups(region)
     tile = replace(plan, block_m=n * GROUP_ROWS, block_n=KEYS[size], warps=4, stages=STAGES[size], pack=1)
-    return replace(tile, loads="descriptor", consumers=n, cost=None, rejected=())
+    tile = replace(tile, loads="descriptor", consumers=n, cost=None, rejected=())
+    narrow = bool(copied(region)) and plan.visits == "bounds" and buffers(region, tile) < 2
+    return replace(tile, block_n=NARROW) if narrow else tile
 
 
 def groups(region: AttentionRegion) -> int:
