@@ -17,6 +17,7 @@ from typing import Any
 
 from fusecomp.codegen import hopper, hopper_backward
 from fusecomp.codegen.backward_frame import GradientFrame
+from fusecomp.codegen.descriptors import BYTES
 from fusecomp.codegen.frame import Frame
 from fusecomp.codegen.interpreter import interpreting
 from fusecomp.codegen.source import KernelSource
@@ -125,9 +126,10 @@ def _described(source: KernelSource, types: dict[str, str], kernel: str) -> dict
     """The types with those of the descriptors."""
     from triton.experimental.gluon.language import NVMMASharedLayout
 
-    short = POINTERS[source.region.out_dtype].removeprefix("*")
+    dtypes = {o.name: o.dtype for o in source.region.operands}
     for name, block in _blocks(source, kernel).items():
-        width, bits, held = (0, 32, "fp32") if name == "row" else (128, 16, short)
+        dtype = "float32" if name == "row" else dtypes.get(name, source.region.out_dtype)
+        width, bits, held = 0 if name == "row" else 128, 8 * BYTES[dtype], POINTERS[dtype].removeprefix("*")
         layout = NVMMASharedLayout(swizzle_byte_width=width, element_bitwidth=bits, rank=len(block))
         if f"{name}_desc" in types:
             types[f"{name}_desc"] = f"tensordesc<{held}{block},{layout!r}>"

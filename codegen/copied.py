@@ -14,6 +14,8 @@ COLUMNS = 128
 """Of O that are on their way out at once, at most."""
 MEMORY = 232_448 - 1024
 """B of a program's shared memory, less what its barriers take."""
+WIDTHS = {"bfloat16": 2, "float16": 2, "float32": 4}
+"""B of what can come in blocks."""
 BARRIERS = 12
 """Of the hardware, beside the four that Triton has."""
 
@@ -26,7 +28,7 @@ def pair_loads(region: AttentionRegion) -> tuple[Load, ...]:
 
 
 def copied(region: AttentionRegion) -> tuple[Load, ...]:
-    """Those of them that are copied in blocks, as wide as the products' operands."""
+    """Those of them that are copied in blocks."""
     return tuple(x for x in pair_loads(region) if _in_rows(region, x))
 
 
@@ -36,17 +38,17 @@ def _in_rows(region: AttentionRegion, x: Load) -> bool:
     batch = {v.name for v in region.batch}
     inner = isinstance(row, Var) and isinstance(key, Var) and (row, key) == (region.q_idx, region.kv_idx)
     known = all(variables(e) <= batch and not any(isinstance(y, Load) for y in parts(e)) for e in outer)
-    return inner and known and len(outer) <= 3 and x.dtype == region.pv_dtype
+    return inner and known and len(outer) <= 3 and x.dtype in WIDTHS
 
 
 def buffers(region: AttentionRegion, plan: TilePlan) -> int:
     """How many of their tiles there is room for beside Q, K, V and O, and hardware's barriers; at most two.
 
-    2 B (rows (D + min(D, COLUMNS)) + 2 stages keys D) + buffers loads 2 B rows keys  <=  MEMORY
+    2 B (rows (D + min(D, COLUMNS)) + 2 stages keys D) + buffers wide rows keys  <=  MEMORY
     """
-    loads, d = len(copied(region)), region.head_size
-    if not plan.consumers or not loads or plan.visits == "table":
+    wide, d = sum(WIDTHS[x.dtype] for x in copied(region)), region.head_size
+    if not plan.consumers or not wide or plan.visits == "table":
         return 0
     held = 2 * (plan.block_m * (d + min(d, COLUMNS)) + 2 * plan.stages * plan.block_n * d)
     barriers = BARRIERS - 2 * (plan.stages + plan.consumers)
-    return max(0, min(2, (MEMORY - held) // (2 * loads * plan.block_m * plan.block_n), barriers))
+    return max(0, min(2, (MEMORY - held) // (wide * plan.block_m * plan.block_n), barriers))

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 LAYOUTS = """\
 SHARED = gl.constexpr(gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2))
-BOXES = {n: gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=n) for n in (2, 3, 4, 5)}
+BOXES = {(bits, n): gl.NVMMASharedLayout(128, bits, n) for bits in (16, 32) for n in (2, 3, 4, 5)}  # in shared memory
 ROW_BOX = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=3)
 SUMS = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, «size», 16]))  # of the accumulators of gradients
 LEFT = gl.constexpr(gl.DotOperandLayout(0, SUMS.value, 2))

@@ -19,7 +19,7 @@ LAUNCH_HELPERS = f'''{IN_ROWS.replace("«outside»", "s % step or not s")}
 def described(x, block, rows):
     """A tensor descriptor of x, copied in blocks of that shape. What lies after its first `rows` reads as zeros."""
     shape = [rows if n > 1 else size for n, size in zip(block[:-1], x.shape[:-1], strict=True)] + [x.shape[-1]]
-    return TensorDescriptor(x, shape, list(x.stride()), block, BOXES[len(block)])
+    return TensorDescriptor(x, shape, list(x.stride()), block, BOXES[8 * x.element_size(), len(block)])
 '''
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from fusecomp.codegen.copied import WIDTHS
 from fusecomp.codegen.frame import Frame
 from fusecomp.codegen.hopper import GROUP_ROWS, blocks
 from fusecomp.codegen.memory import widened
@@ -60,7 +61,7 @@ def allocated(frame: Frame) -> Lines:
     """Memory of the tiles."""
     return [
         f"{x.tensor}_smem = gl.allocate_shared_memory({triton_dtype(x.dtype)}, "
-        f"[BUFFERS * GROUPS, {GROUP_ROWS}, BLOCK_N], SHARED)"
+        f"[BUFFERS * GROUPS, {GROUP_ROWS}, BLOCK_N], {'WIDE' if x.dtype == 'float32' else 'SHARED'})"
         for _, x in frame.copied
     ]
 
@@ -80,7 +81,7 @@ def copies(frame: Frame, place: Callable[[Load], str]) -> Lines:
         into = f"{x.tensor}_smem.index(slot * GROUPS + group)._reinterpret({block})"
         copy = f"{x.tensor}_desc, {place(x)}, pairs_ready.index(slot), {into}"
         lines += ["tma.async_copy_global_to_shared(", f"    {copy}", ")"]
-    size = f"BLOCK_M * BLOCK_N * {2 * len(frame.copied)}"
+    size = f"BLOCK_M * BLOCK_N * {sum(WIDTHS[x.dtype] for _, x in frame.copied)}"
     return fill(COPY, {"bytes": size, "copies": lines}).splitlines()
 
 

@@ -23,6 +23,7 @@ between two instructions of a warp it spends 37 % at barriers.
 from __future__ import annotations
 
 HALF_LAYOUT = "HALF = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, «columns», 16]))  # of a half of O"
+WIDE = "WIDE = gl.constexpr(gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=32, rank=2))  # of float32"
 LAYOUTS = """\
 SCORES = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, «block_n», 16]))  # of the accumulator of S
 OUTPUT = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, «size», 16]))  # of the accumulator of O
@@ -31,7 +32,8 @@ Q_TILE = gl.constexpr(gl.DotOperandLayout(0, SCORES.value, 2))
 P_TILE = gl.constexpr(gl.DotOperandLayout(0, OUTPUT.value, 2))
 «stored»
 SHARED = gl.constexpr(gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2))
-BOXES = {n: gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=n) for n in (2, 3, 4, 5)}
+«wide»
+BOXES = {(bits, n): gl.NVMMASharedLayout(128, bits, n) for bits in (16, 32) for n in (2, 3, 4, 5)}  # in shared memory
 THREADS = gl.constexpr(«threads»)  # of all warps that multiply, and the one that copies
 # Numbers of the hardware's barriers; Triton has those up to 3
 «names» = «barriers»

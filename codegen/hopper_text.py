@@ -26,6 +26,7 @@ from fusecomp.codegen.hopper_skeletons import (
     PRODUCE,
     STEP,
     STORE,
+    WIDE,
 )
 from fusecomp.codegen.launcher import parameters, unspecialised, wrapped
 from fusecomp.codegen.logsumexp import place, store_lse
@@ -87,6 +88,7 @@ def header(frame: Frame) -> tuple[str, Lines]:
         "block_n": str(frame.plan.block_n),
         "size": str(size),
         "stored": fill(HALF_LAYOUT, {"columns": str(COLUMNS)}) if size > COLUMNS else [],
+        "wide": [WIDE] if any(x.dtype == "float32" for _, x in frame.copied) else [],
         "threads": str(128 * groups + 32),
         "names": ", ".join(names),
         "barriers": ", ".join(f"gl.constexpr({n})" for _, n in zip(names, numbers, strict=False)),

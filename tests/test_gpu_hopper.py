@@ -221,6 +221,10 @@ def biased(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Tensor:
     return attend(scores(q, k) + bias, q, v)
 
 
+def wide_biased(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Tensor:
+    return (scores(q, k) + bias).softmax(-1).to(v.dtype) @ v
+
+
 def biased_causal(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Tensor:
     i, j = places(q, k)
     return attend(scores(q, k) + bias, q, v, j <= i)
@@ -234,6 +238,13 @@ def test_biases(fn: Callable[..., Tensor], outer: tuple[int, ...], size: int, dt
     """In blocks, which the ends of the queries and of the keys cut."""
     shapes = [(2, 4, 613, size), (2, 4, 744, size), (2, 4, 744, size), (*outer, 613, 744)]
     compared(fn, [torch.randn(s, device="cuda", dtype=dtype) for s in shapes])
+
+
+@pytest.mark.parametrize("size", [64, 128])
+def test_biases_in_single_precision(size: int) -> None:
+    """As where autocast rounds the products but not what is added to them."""
+    args = [torch.randn(2, 4, n, size, device="cuda", dtype=torch.bfloat16) for n in (613, 700, 700)]
+    compared(wide_biased, [*args, torch.randn(4, 613, 700, device="cuda")])
 
 
 def test_a_bias_inside_another_tensor() -> None:

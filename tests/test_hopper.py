@@ -57,7 +57,8 @@ EXPRESSED = {
     "lengths": half(SCALED, apply("gt", load(0, b, dtype="int64"), kv_idx), loads=[((Size("B"),), "int64")]),
     "bias": half(BIASED, causal, loads=[((H, M, N), "bfloat16")]),
     "bias, D128": half(BIASED, d=128, loads=[((H, M, N), "bfloat16")]),
-    "bias, element by element": half(apply("add", SCALED, load(0, h, q_idx, kv_idx)), loads=[((H, M, N), "float32")]),
+    "bias, float32": half(apply("add", SCALED, load(0, h, q_idx, kv_idx)), d=128, loads=[((H, M, N), "float32")]),
+    "bias, element by element": half(apply("add", SCALED, load(0, h, kv_idx, q_idx)), loads=[((H, N, M), "float32")]),
 }
 NOT = {
     "single precision": half(dtype="float32"),
@@ -101,7 +102,7 @@ written_in = pytest.mark.skipif(not available(), reason="the installed Triton ha
     ("name", "saves_lse"),
     [
         ("causal", False), ("causal", True), ("window, soft cap", True), ("large heads", True), ("three groups", False),
-        ("bias", True), ("bias, D128", False), ("alibi", False), ("documents", True),
+        ("bias", True), ("bias, D128", False), ("bias, float32", True), ("alibi", False), ("documents", True),
     ],
 )
 def test_it_compiles(name: str, saves_lse: bool) -> None:
@@ -148,7 +149,7 @@ def test_only_the_first_tile_of_a_causal_row_needs_its_mask() -> None:
 
 def test_biases_come_in_blocks() -> None:
     """Two tiles of them in shared memory, or none: then each thread reads its own elements."""
-    for name, buffers in (("bias", 2), ("bias, D128", 2), ("bias, element by element", 0)):
+    for name, buffers in (("bias", 2), ("bias, D128", 2), ("bias, float32", 2), ("bias, element by element", 0)):
         region = EXPRESSED[name]
         text = emit(region, specialised(region, tiles(region))).text
         assert (f"BUFFERS = gl.constexpr({buffers})" in text) == bool(buffers)
@@ -201,7 +202,8 @@ LONG = {"B": 4, "H": 16, "M": 4096, "N": 4096}
         ("window, soft cap", LONG, "h200", False),  # three tiles of keys for each of queries
         ("bias", LONG, "h200", True),  # two tiles of it
         ("bias, D128", LONG, "h200", True),  # in tiles of 64 keys
-        ("bias, element by element", LONG, "h200", False),  # float32 has no room in shared memory
+        ("bias, float32", LONG, "h200", True),
+        ("bias, element by element", LONG, "h200", False),  # keys are not its last dimension
         ("large heads", LONG, "h200", True),
         ("three groups", LONG, "h200", True),
     ],

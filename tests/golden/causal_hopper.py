@@ -42,7 +42,7 @@ ROWS = gl.constexpr(gl.SliceLayout(1, SCORES.value))
 Q_TILE = gl.constexpr(gl.DotOperandLayout(0, SCORES.value, 2))
 P_TILE = gl.constexpr(gl.DotOperandLayout(0, OUTPUT.value, 2))
 SHARED = gl.constexpr(gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2))
-BOXES = {n: gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=n) for n in (2, 3, 4, 5)}
+BOXES = {(bits, n): gl.NVMMASharedLayout(128, bits, n) for bits in (16, 32) for n in (2, 3, 4, 5)}  # in shared memory
 THREADS = gl.constexpr(288)  # of all warps that multiply, and the one that copies
 # Numbers of the hardware's barriers; Triton has those up to 3
 K_FREE, V_FREE, Q_FREE, MULTIPLY = gl.constexpr(4), gl.constexpr(6), gl.constexpr(8), gl.constexpr(10)
@@ -335,7 +335,7 @@ def in_rows(x):
 def described(x, block, rows):
     """A tensor descriptor of x, copied in blocks of that shape. What lies after its first `rows` reads as zeros."""
     shape = [rows if n > 1 else size for n, size in zip(block[:-1], x.shape[:-1], strict=True)] + [x.shape[-1]]
-    return TensorDescriptor(x, shape, list(x.stride()), block, BOXES[len(block)])
+    return TensorDescriptor(x, shape, list(x.stride()), block, BOXES[8 * x.element_size(), len(block)])
 
 
 def launch(out, tensors, sizes):

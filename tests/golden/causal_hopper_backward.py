@@ -43,7 +43,7 @@ SCALE = tl.constexpr(0.12751743082459868)  # log2(e) * 0.0883883476
 TURN = tl.constexpr(512)  # programs of the heads that take turns: enough to fill a device
 STAGES = gl.constexpr(2)  # tiles in shared memory of each tensor that is walked
 SHARED = gl.constexpr(gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2))
-BOXES = {n: gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=n) for n in (2, 3, 4, 5)}
+BOXES = {(bits, n): gl.NVMMASharedLayout(128, bits, n) for bits in (16, 32) for n in (2, 3, 4, 5)}  # in shared memory
 ROW_BOX = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=3)
 SUMS = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 16]))  # of the accumulators of gradients
 LEFT = gl.constexpr(gl.DotOperandLayout(0, SUMS.value, 2))
@@ -513,7 +513,7 @@ def in_rows(x):
 def described(x, block, rows):
     """A tensor descriptor of x, copied in blocks of that shape. What lies after its first `rows` reads as zeros."""
     shape = [rows if n > 1 else size for n, size in zip(block[:-1], x.shape[:-1], strict=True)] + [x.shape[-1]]
-    return TensorDescriptor(x, shape, list(x.stride()), block, BOXES[len(block)])
+    return TensorDescriptor(x, shape, list(x.stride()), block, BOXES[8 * x.element_size(), len(block)])
 
 
 def launch(grads, out, grad_out, lse, tensors, sizes):
