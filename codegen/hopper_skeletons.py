@@ -98,6 +98,7 @@ def produce(given):
             tma.async_copy_global_to_shared(
                 q_desc, «q_at», q_ready.index(group), q_smem.index(group)._reinterpret(«q_block»)
             )
+        next_tile = tile
         for block in range(blocks + 1):
             if block < blocks:
                 count = done + block
@@ -109,6 +110,9 @@ def produce(given):
                 tma.async_copy_global_to_shared(
                     k_desc, «k_at», k_ready.index(slot), k_smem.index(slot)._reinterpret(«k_block»)
                 )
+            if block == blocks:
+                # While V has no room yet, and not before: a long tile would hold the next one back from who is done
+                next_tile = gl.atomic_add(counter_ptr, 1) + gl.num_programs(0)
             if block > 0:
                 count = done + block - 1
                 slot = count % STAGES
@@ -121,8 +125,7 @@ def produce(given):
                 )
             «copy_pairs»
         done += blocks
-        # Not before: who has a long tile would hold its next one back from those who are done
-        tile = gl.atomic_add(counter_ptr, 1) + gl.num_programs(0)
+        tile = next_tile
         mbarrier.wait(next_taken.index(turn & 1), ((turn >> 1) & 1) ^ 1)
         q_start, head = place_of(tile, all_tiles, section«length»)
         hand(next_smem, (turn & 1) * 3, tile)

@@ -134,6 +134,7 @@ def produce(given):
                 q_ready.index(group),
                 q_smem.index(group)._reinterpret(q_desc.dtype, [1, 1, 64, 128], q_desc.layout),
             )
+        next_tile = tile
         for block in range(blocks + 1):
             if block < blocks:
                 count = done + block
@@ -148,6 +149,9 @@ def produce(given):
                     k_ready.index(slot),
                     k_smem.index(slot)._reinterpret(k_desc.dtype, [1, 1, 128, 128], k_desc.layout),
                 )
+            if block == blocks:
+                # While V has no room yet, and not before: a long tile would hold the next one back from who is done
+                next_tile = gl.atomic_add(counter_ptr, 1) + gl.num_programs(0)
             if block > 0:
                 count = done + block - 1
                 slot = count % STAGES
@@ -162,8 +166,7 @@ def produce(given):
                     v_smem.index(slot)._reinterpret(v_desc.dtype, [1, 1, 128, 128], v_desc.layout),
                 )
         done += blocks
-        # Not before: who has a long tile would hold its next one back from those who are done
-        tile = gl.atomic_add(counter_ptr, 1) + gl.num_programs(0)
+        tile = next_tile
         mbarrier.wait(next_taken.index(turn & 1), ((turn >> 1) & 1) ^ 1)
         q_start, head = place_of(tile, all_tiles, section, M)
         hand(next_smem, (turn & 1) * 3, tile)
