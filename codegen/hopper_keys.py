@@ -21,8 +21,9 @@ Lines = list[str]
 KEY_OF = '''\
 @gluon.jit
 def key_of(block, tail, masked, full_begin, tiles, k_tiles):
-    """The first key of a tile, in the order in which they are visited."""
-    other = gl.load(tiles + 3 + block - tail, mask=(block >= tail) & (block < masked), other=0)
+    """The first key of a tile, in the order in which they are visited. What is no number of a tile lies in the row too:
+    to look it up waits for nothing."""
+    other = gl.load(tiles + 3 + block - tail)
     listed = gl.where(block < tail, k_tiles, other)
     return gl.where(block < masked, listed, full_begin + block - masked) * BLOCK_N
 '''
