@@ -93,9 +93,9 @@ class Run(NamedTuple):
     run: Callable[..., None]
     grid: tuple[int, ...]
     kernel: tuple[Any, ...]
+    numbers: tuple[Any, ...]
     pick: Callable[[list[Any]], tuple[Any, ...]]
-    """The first arguments, among pointers and descriptors."""
-    rest: tuple[Any, ...]
+    """The arguments, among numbers, then pointers and descriptors."""
     compiled: Any
     """What keeps the kernel loaded."""
 
@@ -131,8 +131,8 @@ class Recording(NamedTuple):
         if self.descriptors:
             values += [described(held[of], cls, fields) for of, cls, fields in self.descriptors]
         stream = self.stream(self.device)
-        for run, grid, kernel, pick, rest, _ in self.launches:
-            run(*grid, stream, *kernel, None, None, None, *pick(values), *rest)
+        for run, grid, kernel, numbers, pick, _ in self.launches:
+            run(*grid, stream, *kernel, None, None, None, *pick([*numbers, *values]))
         return self.arranged(held)
 
 
@@ -223,21 +223,18 @@ def run_of(launch: Launched | None, held: Sequence[Tensor], descriptors: list[De
     """The launch, of tensors held; None where it takes others, or is given memory when it is made."""
     if launch is None or scratch(launch.compiled):
         return None
-    given = [x for x in launch.args if isinstance(x, Tensor) or hasattr(x, "base")]
-    picked: list[int] = []
-    for x in given:
-        of = place(x if isinstance(x, Tensor) else x.base, held)
-        if of is None:
-            return None
-        if not isinstance(x, Tensor):
+    numbers = [x for x in launch.args if not isinstance(x, Tensor) and not hasattr(x, "base")]
+    picked, counted = list[int](), iter(range(len(numbers)))
+    for x in launch.args:
+        of = place(x if isinstance(x, Tensor) else getattr(x, "base", None), held)
+        if hasattr(x, "base") and of is not None:
             descriptors.append(Descriptor(of, type(x), {**vars(x), "base": None}))
             of = len(held) + len(descriptors) - 1
-        picked.append(of)
-    rest = launch.args[len(picked) :]
-    if len(picked) < 2 or any(place(x, given) is not None for x in rest):
-        return None
+        if of is None and (isinstance(x, Tensor) or hasattr(x, "base")):
+            return None
+        picked.append(next(counted) if of is None else len(numbers) + of)
     kernel = launch.compiled.function, launch.compiled.packed_metadata
-    return Run(launch.compiled.run, launch.grid, kernel, itemgetter(*picked), rest, launch.compiled)
+    return Run(launch.compiled.run, launch.grid, kernel, tuple(numbers), itemgetter(*picked), launch.compiled)
 
 
 def scratch(compiled: Any) -> int:
