@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from torch.fx import Node
 
 import fusecomp.patterns.fetches
+import fusecomp.patterns.progressions
 import fusecomp.patterns.reductions
 import fusecomp.patterns.spellings  # noqa: F401  (these register their rules)
 from fusecomp.graph.facts import dtype, op_name, value
