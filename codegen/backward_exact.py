@@ -7,10 +7,11 @@ from collections.abc import Iterable
 from functools import partial, reduce
 
 from fusecomp.codegen.backward_frame import GradientFrame, roles
+from fusecomp.codegen.backward_pieces import own_keys, vanishes
 from fusecomp.codegen.derivative import derivative
 from fusecomp.errors import KernelError
-from fusecomp.ir.algebra import apply, substitute
-from fusecomp.ir.expr import Apply, Const, Expr, Load, Size, Var, dtype_kind, parts, transform, variables
+from fusecomp.ir.algebra import TRUE, apply, substitute
+from fusecomp.ir.expr import Apply, Const, Expr, Load, Score, Size, Var, dtype_kind, parts, transform, variables
 from fusecomp.ir.poly import from_poly, is_natural, poly, upper
 from fusecomp.ir.region import Access, AttentionRegion
 
@@ -25,9 +26,11 @@ def require_gradients(frame: GradientFrame, fixed: Fixed = ()) -> None:
         raise KernelError("no backward kernel: rows that see no key read other things that learn than the rest do")
     if frame.addressed.tiles or frame.addressed.hoisted:
         raise KernelError("no backward kernel: keys are found through a table")
-    for p in region.products:
+    for t, p in enumerate(region.products):
         _require_apart(p.q, p.q.index, (*region.batch, region.q_idx), (p.d,), known)
-        _require_apart(p.k, frame.key_access(p.k), frame.key_axes, (region.kv_idx, p.d), known)
+        keys, _ = own_keys(frame.key_access(p.k), region.kv_idx)
+        _require_apart(p.k, keys, frame.key_axes, (region.kv_idx, p.d), known)
+        _require_own(frame, p.k, t, known)
     _require_apart(region.v, frame.key_access(region.v), frame.key_axes, (region.kv_idx, region.dv), known)
     accesses = roles(region)
     for x in differentiated(region):
@@ -94,6 +97,18 @@ def _require_apart(
         raise KernelError(f"no backward kernel: the gradient of {a} is a sum over {', '.join(missing)}")
 
 
+def _require_own(frame: GradientFrame, a: Access, product: int, fixed: dict[Expr, Expr]) -> None:
+    """S does not vary with what K's tensor holds where it is read for keys that it does not have."""
+    _, tests = own_keys(a.index, frame.kv_idx)
+    (kv_idx,) = sized([frame.kv_idx], fixed)
+    left = [t for t in sized(tests, fixed) if t != TRUE]
+    passes = [frame, *([frame.rescue] if frame.rescue is not None else [])]
+    slopes = sized([derivative(f.raw, Score(0 if frame.summed else product)) for f in passes], fixed)
+    assert isinstance(kv_idx, Var)
+    if not all(vanishes(e, left, kv_idx) for e in slopes):
+        raise KernelError(f"no backward kernel: keys past its ends read {a} again, and its gradient is a sum")
+
+
 def decided(index: tuple[Expr, ...]) -> frozenset[Expr]:
     """The indices whose values follow from that of `index`: h of (b, h), of b * H + h, of (h // 3, h mod 3)."""
     known: frozenset[Expr] = frozenset()
@@ -157,6 +172,8 @@ def covers(frame: GradientFrame, name: str, fixed: Fixed = ()) -> bool:
     region, known = frame.region, values_of(fixed)
     of_queries = [(p.q, (*region.batch, region.q_idx, p.d)) for p in region.products]
     of_keys = [*((p.k, p.d) for p in region.products), (region.v, region.dv)]
+    if any(a.operand == name and own_keys(a.index, region.kv_idx)[1] for a, _ in of_keys):
+        return False
     written = [axes for a, axes in of_queries if a.operand == name]
     written += [(*frame.key_axes, region.kv_idx, d) for a, d in of_keys if a.operand == name]
     total: Expr = Const(0)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from fusecomp.codegen.address import Address, address, at_tile, sum_text
 from fusecomp.codegen.backward_frame import GradientFrame
+from fusecomp.codegen.backward_pieces import own_keys
 from fusecomp.codegen.backward_tile import rounded, scaled_by
 from fusecomp.codegen.frame import Chunk
 from fusecomp.codegen.memory import converted, output_index, varies, widened
@@ -22,11 +23,13 @@ def _sum(frame: GradientFrame, p: Poly, more: tuple[str, ...] = ()) -> Lines:
     return [sum_text(p, frame.names, True, axes | set(more))] if p else []
 
 
-def _key_address(frame: GradientFrame, operand: str, a: Access) -> Address:
-    found = address(operand, frame.key_access(a), frame.moving, frozenset({frame.kv_idx.name}))
+def _key_address(frame: GradientFrame, operand: str, a: Access) -> tuple[Address, Lines]:
+    """Where an operand lies, and the tests of the keys that it has, where others lie elsewhere."""
+    index, tests = own_keys(frame.key_access(a), frame.kv_idx)
+    found = address(operand, index, frame.moving, frozenset({frame.kv_idx.name}))
     if found.rows:
         raise KernelError(f"no backward kernel: {a} does not run along the keys in equal steps")
-    return found
+    return found, [f"({triton_text(t, frame.names)})" for t in tests]
 
 
 def _at_keys(frame: GradientFrame, a: Address, stem: str) -> Lines:
@@ -50,10 +53,11 @@ def key_tiles(frame: GradientFrame) -> Lines:
 def _loaded(
     frame: GradientFrame, stem: str, a: Access, d: Var, chunks: tuple[Chunk, ...], tile: str, dtype: str
 ) -> Lines:
-    found = _key_address(frame, a.operand, a)
+    found, own = _key_address(frame, a.operand, a)
     lines = [f"{stem}_base = {' + '.join(_at_keys(frame, found, f'{a.operand}_ptr'))}"]
     for c in chunks:
-        live = f", mask={c.d}[None, :] < {c.limit}, other=0.0" if c.limit else ""
+        tests = [*own, *([f"({c.d}[None, :] < {c.limit})"] if c.limit else [])]
+        live = f", mask={_all(tests)}, other=0.0" if tests else ""
         body = f"tl.load({stem}_base + {_key_offsets(frame, found, d, c)}{live}){converted(frame, a.operand, dtype)}"
         lines.append(f"{c.name(tile)} = {body}  # [BLOCK_N, {c.size}]")
     return lines
@@ -70,16 +74,20 @@ def store(frame: GradientFrame) -> Lines:
 def _stored(
     frame: GradientFrame, stem: str, a: Access, d: Var, chunks: tuple[Chunk, ...], acc: str, factor: float
 ) -> Lines:
-    found = _key_address(frame, f"grad_{a.operand}", a)
+    found, own = _key_address(frame, f"grad_{a.operand}", a)
     size = triton_text(frame.kv_idx.size, frame.names)
     lines = [f"{stem}_base = {' + '.join(_at_keys(frame, found, f'grad_{a.operand}_ptr'))}"]
     for c in chunks:
-        live = f"n < {size} - k_start"
-        live = f"({live}) & ({c.d}[None, :] < {c.limit})" if c.limit else live
+        tests = [f"(n < {size} - k_start)", *own, *([f"({c.d}[None, :] < {c.limit})"] if c.limit else [])]
         value = scaled_by(c.name(acc), factor)
         value = rounded(f"({value})" if " " in value else value, frame.region.operand(a.operand).dtype)
-        lines.append(f"tl.store({stem}_base + {_key_offsets(frame, found, d, c)}, {value}, mask={live})")
+        lines.append(f"tl.store({stem}_base + {_key_offsets(frame, found, d, c)}, {value}, mask={_all(tests)})")
     return lines
+
+
+def _all(tests: Lines) -> str:
+    """Tests in brackets, joined."""
+    return " & ".join(tests) if len(tests) > 1 else tests[0][1:-1]
 
 
 def query_pointers(frame: GradientFrame) -> Lines:
