@@ -10,7 +10,7 @@ import torch
 from torch.fx import Node
 
 from fusecomp.graph.facts import dtype, op_name, shape, size_expr, value
-from fusecomp.ir.algebra import draws
+from fusecomp.ir.algebra import ZERO, const, draws
 from fusecomp.ir.expr import Cast, Const, Expr, Load, Size, Var, transform
 from fusecomp.ir.region import Access, Operand
 from fusecomp.patterns.lift import Decline, Lift
@@ -77,8 +77,14 @@ class Naming:
             case Size():
                 return self.sizes.rename(x)
             case Load(tensor, index, kind):
-                return Load(self.names[tensor], tuple(transform(i, self._renamed) for i in index), kind)
+                lengths = shape(self.lift.reads[tensor].node)
+                return Load(self.names[tensor], tuple(map(self._place, index, lengths)), kind)
         return None
+
+    def _place(self, i: Expr, length: Expr) -> Expr:
+        """x[.., q_idx, ..] = x[.., 0, ..] where the axis has length 1: what one query reads does not vary with it."""
+        alone = length == const(1) and i == self.sizes.found.index("q_idx")
+        return ZERO if alone else transform(i, self._renamed)
 
     def index(self, v: Var) -> Var:
         named = self.expr(v)

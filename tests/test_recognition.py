@@ -158,6 +158,20 @@ def test_page_tables_are_read_through() -> None:
     assert str(found[0].v) == f"k[{at} + 9 if {at} < 0 else {at}, kv_idx % 4, dv]"
 
 
+def test_what_one_query_reads_does_not_vary_with_it() -> None:
+    """Lengths [B, 1, 1, 1] beside one query bound the keys of a request; beside several, [B, 1, M, 1] may differ."""
+
+    def fn(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor) -> Tensor:
+        dead = torch.arange(k.shape[2]) >= lengths
+        return scores(q, k).masked_fill(dead, -INF).softmax(-1) @ v
+
+    for m, place in ((1, "0"), (4, "q_idx")):
+        lengths = torch.full((2, 1, m, 1), 9)
+        region = region_of(fn, torch.randn(2, 3, m, 8), torch.randn(2, 3, 12, 8), torch.randn(2, 3, 12, 8), lengths)
+        (keep,) = region.keep
+        assert text(keep) == f"kv_idx < load0[b, 0, {place}, 0]"
+
+
 def test_costly_index_arithmetic_stays_outside() -> None:
     """T5's buckets take a logarithm: the bias that they lead to is read, the table is not."""
 
