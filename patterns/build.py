@@ -20,7 +20,7 @@ from fusecomp.patterns.masks import Masked, sees_a_key, sees_nothing, split, wit
 from fusecomp.patterns.naming import Lengths, Naming, SizeSource, memory_order, operand_names
 from fusecomp.patterns.products import Found, Pair, score_products, value_access
 from fusecomp.patterns.reasons import NEW_TENSOR, ON_ITS_OWN, ONE_FACTOR, called
-from fusecomp.patterns.weights import Weights
+from fusecomp.patterns.weights import ADRIFT, OTHER_ZEROS, Weights
 
 
 @dataclass(frozen=True)
@@ -206,11 +206,6 @@ def check_time(lift: Lift, names: dict[str, str], found: Found, early: Node | No
                           "give one of the reads a copy")  # fmt: skip
 
 
-OTHER_ZEROS = (
-    "weights are zeroed where the mask of the scores does not say so: of a query that sees no key, some are NaN, some 0"
-)
-
-
 # ----------------------------------------------------------------------------------------------------------------
 # The region, in canonical names
 
@@ -270,6 +265,8 @@ def filled_rows(found: Found, scores: Masked, anchor: Node) -> bool:
     if found.weights.zeroed:
         raise Decline(OTHER_ZEROS, anchor, "zero the output, or fill the weights where the scores are filled")
     blind = finite and found.weights.sink is None
+    if blind and found.weights.adrift:
+        raise Decline(ADRIFT, anchor, "subtract each row's own maximum, or fill with -inf")
     if blind and found.weights.subtracted and learns(found.output):
         raise Decline(f"it is trained, and a query that sees no key loses the logarithm of the sum in {scores.fill:g}",
                       anchor, "use softmax or log_softmax, or fill with -inf")  # fmt: skip

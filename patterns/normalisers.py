@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import partial, reduce
 
 from fusecomp.ir.algebra import apply, const, substitute
 from fusecomp.ir.expr import Apply, Cast, Const, Expr, Largest, Reduce, Var, dtype_kind
@@ -21,6 +22,8 @@ LOST = 2.0**-25
 """Added to at least 1 in float32, no more than this changes nothing."""
 LEAST = -1e30
 """No score of a key that counts lies below it."""
+VANISHES = 104.0
+"""exp(-x) is 0 in float32 from here on."""
 
 
 @dataclass(frozen=True)
@@ -84,6 +87,8 @@ def empty_row(row: Row) -> str | None:
         return None if row.choices or row.shift is None else "nan"
     if row.shift is None or unguarded(row.shift) is not None:
         return "zero"
+    if not is_largest(row):
+        return None
     if row.e.masked_by <= {"product"}:
         return "nan"
     hidden = {t for f in row.choices for t in conjuncts(f.args[0])}
@@ -94,21 +99,62 @@ def is_largest(row: Row) -> bool:
     """Whether the shift is the largest score of the row, so that the sum of exponentials is at least exp(0)."""
     match row.shift and (unguarded(row.shift) or row.shift):
         case Reduce("max", var, body) if var.size == row.key.size:
-            one, other = split(substitute(body, {var: row.key})), split(row.scores)
-            return (one.score, set(one.keep), one.fill) == (other.score, set(other.keep), other.fill)
+            return equal(sunk(substitute(body, {var: row.key}), row.shift), row.scores)
     return False
 
 
+def equal(a: Expr, b: Expr) -> bool:
+    """Whether two scores are equal, whatever the order of their masks."""
+    one, other = split(a), split(b)
+    return (one.score, set(one.keep), one.fill) == (other.score, set(other.keep), other.fill)
+
+
+def follows_fill(row: Row) -> bool:
+    """Whether the shift of a row that holds nothing but a fill is that fill, so that each exponential is 1."""
+    match row.shift and (unguarded(row.shift) or row.shift):
+        case None | Apply("log", (Reduce("sum"),)):
+            return True
+    return is_largest(row)
+
+
 def unguarded(m: Expr) -> Expr | None:
-    """m of m = -inf ? c : m, or of max(m, c) for a c below every score"""
+    """x of x = -inf ? c : x, of max(x, c) for a c below every score, and of nan_to_num(x), which does either."""
+    x, finite = bare(m)
+    return x if finite else None
+
+
+def bare(m: Expr) -> tuple[Expr, bool]:
+    """A shift without what guards it from NaN and infinities, and whether -inf is among them."""
     match m:
-        case Apply("where", (Apply("eq", (x, Const(float() as f))), Const(), y)) if (f, x) == (-INF, y):
-            return y
-        case Apply("where", (Apply("eq", (Apply("abs", (x,)), Const(float() as f))), Const(), y)) if (f, x) == (INF, y):
-            return y
+        case Apply("where", (Apply("eq", (x, Const(float() as f))), Const(), y)) if abs(f) == INF:
+            inner, finite = bare(y)
+            if x in (inner, apply("abs", inner)):
+                return inner, finite or f == -INF or x != inner
+        case Apply("where", (Apply("isnan", (x,)), Const(), y)) if bare(y)[0] == x:
+            return bare(y)
         case Apply("max", (y, Const(float() as f))) if -INF < f <= LEAST:
-            return y
-    return None
+            return bare(y)[0], True
+        case Apply("min", (y, Const(float() as f))) if f >= -LEAST:
+            return bare(y)
+    return m, False
+
+
+def kept_above(m: Expr | None) -> float:
+    """The number that a guarded shift never lies below."""
+    match m:
+        case Apply("max", (y, Const(float() as f))):
+            return max(f, kept_above(y))
+        case Apply("min", (y, Const())) | Apply("where", (_, Const(), y)):
+            return kept_above(y)
+    return -INF
+
+
+def sunk(scores: Expr, shift: Expr | None) -> Expr:
+    """The scores, filled with -inf where their fill lies so far below any shift that exponentials of it are 0."""
+    found = split(scores)
+    if not found.keep or not -INF < found.fill < kept_above(shift) - VANISHES:
+        return scores
+    return apply("where", reduce(partial(apply, "and"), found.keep), found.score, const(-INF))
 
 
 def number_of(extra: Expr) -> float | None:

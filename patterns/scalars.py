@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial, reduce
 
 import torch
 
 from fusecomp.ir.algebra import apply, cast, const, log_add_exp
 from fusecomp.ir.expr import Apply, Const, Expr, Reduce, kind, parts
 from fusecomp.ir.poly import is_natural, poly, upper
-from fusecomp.patterns.masks import ABSORBING
+from fusecomp.patterns.exponentials import reduces
+from fusecomp.patterns.masks import ABSORBING, split
 
 INF = float("inf")
 
@@ -18,6 +20,14 @@ INF = float("inf")
 def real(e: Expr) -> Expr:
     """A truth value as 0 or 1, where arithmetic is done on it."""
     return cast(e, "int32") if kind(e) == "bool" else e
+
+
+def exponential(x: Expr) -> Expr:
+    """exp(x), which is 0 where x holds a finite fill: only less a maximum does a fill count for anything"""
+    found = split(real(x))
+    if not found.keep or found.fill == -INF or reduces(x):
+        return apply("exp", real(x))
+    return apply("where", reduce(partial(apply, "and"), found.keep), apply("exp", found.score), const(0.0))
 
 
 def power(x: Expr, y: Expr) -> Expr | None:
@@ -30,7 +40,7 @@ def power(x: Expr, y: Expr) -> Expr | None:
         case _, Const(-0.5):
             return apply("rsqrt", real(x))
         case Const(base), _ if base > 0:
-            return apply("exp", apply("mul", real(y), const(math.log(base))))
+            return exponential(apply("mul", real(y), const(math.log(base))))
         case _, Const(float(n)) if n != int(n):
             return apply("pow", real(x), y)
         case _ if kind(x) == kind(y) == "float" and never_negative(x):

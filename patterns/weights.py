@@ -35,10 +35,14 @@ from fusecomp.patterns.exponentials import (
 )  # fmt: skip
 from fusecomp.patterns.lift import Decline
 from fusecomp.patterns.masks import conjuncts, split
-from fusecomp.patterns.normalisers import Row, guarded, settled, unguarded
+from fusecomp.patterns.normalisers import Row, follows_fill, guarded, settled, sunk, unguarded
 
 MOST_EXTRAS = 8
 """Entries of the normaliser that are not keys: a sink is one."""
+OTHER_ZEROS = (
+    "weights are zeroed where the mask of the scores does not say so: of a query that sees no key, some are NaN, some 0"
+)
+ADRIFT = "what is subtracted from the scores of a query that sees no key may be another number than their fill"
 
 
 @dataclass(frozen=True)
@@ -53,6 +57,8 @@ class Weights:
     """Whether some weights are 0 for another reason than the mask: of a row without keys, these alone are not NaN."""
     subtracted: bool = False
     """Whether the logarithm of the sum was subtracted from the scores: it is lost in a large finite fill."""
+    adrift: bool = False
+    """Whether what was subtracted from a row that holds nothing but a finite fill may be another number than that."""
 
     def times(self, w: Expr) -> Weights:
         return replace(self, factor=apply("mul", self.factor, w))
@@ -166,12 +172,13 @@ def normalised(x: Expr, total: Expr, key: Var) -> Weights | None:
     scores, shift = unshifted(above.a, key)
     for f in shared[0]:
         scores = live(scores, f, key)
+    scores = sunk(scores, shift)
     row = Row(above, shared[0], scores, shift, key)
     extras, empty = settled(guard, extras, row)
     factor: Expr = const(1.0)
     for f in shared[1]:
         factor = apply("mul", factor, f)
-    return Weights(scores, sink_of(extras, shift), factor, empty)
+    return Weights(scores, sink_of(extras, shift), factor, empty, adrift=not follows_fill(row))
 
 
 def cancelled(above: tuple[Expr, ...], below: tuple[Expr, ...]) -> tuple[list[Expr], list[Expr]] | None:
@@ -252,7 +259,7 @@ def log_normalised(a: Expr, c: Expr, key: Var) -> Weights | None:
     found = None
     if (inner := unguarded(c)) is not None:
         whole = log_normalised(a, inner, key)
-        return whole and replace(whole, empty_row="zero")
+        return whole and replace(whole, scores=sunk(whole.scores, c), empty_row="zero")
     match c:
         case Apply("log", (total,)):
             found = normalised(apply("exp", a), total, key)
