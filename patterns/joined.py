@@ -40,6 +40,11 @@ class Piece:
     right_axes: str
     out_axes: str
 
+    @property
+    def width(self) -> Expr | None:
+        """The length of the values' own axis, None where the piece is the same along it."""
+        return shape(self.values)[self.right_axes.index("z")] if "z" in self.right_axes else None
+
 
 def join(module: GraphModule) -> Iterator[Written]:
     """Write out each such sum as one product."""
@@ -130,6 +135,8 @@ def fits(pieces: list[Piece]) -> bool:
     if len({(p.whole, p.key, p.out_axes) for p in pieces}) > 1:
         return False
     if {dtype(p.values) for p in pieces} != {dtype(pieces[0].whole)} or not leads_to_softmax(pieces[0].whole):
+        return False
+    if len({p.width for p in pieces}) > 1:  # one is added to every column of another
         return False
     ordered = in_order(pieces)
     first = pieces[0]

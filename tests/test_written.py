@@ -178,3 +178,11 @@ def test_what_is_written_out_twice_stays_so() -> None:
         return w[..., :5] @ v[..., :5, :] + w[..., 5:] @ (2 * v[..., 5:, :])
 
     agree(joined_and_renormalised, qkv())
+
+
+def test_a_piece_that_every_column_takes_is_no_piece() -> None:
+    def pieces(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        p = (q @ k.mT).softmax(-1)
+        return p[..., :3] @ v[..., :3, :] + p[..., 3:] @ v[..., 3:, :1]
+
+    agree(pieces, qkv())
