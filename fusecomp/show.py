@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from fusecomp.codegen.hopper import specialised
 from fusecomp.errors import CacheError
 from fusecomp.ir.region import AttentionRegion
 from fusecomp.planning.device import Device, current, live
@@ -19,7 +18,7 @@ from fusecomp.planning.ranking import rank_plan
 from fusecomp.planning.tile import TilePlan
 from fusecomp.planning.units import size
 from fusecomp.report import Report, cost_text, plan_text
-from fusecomp.running.hopper import pays
+from fusecomp.running import hopper
 from fusecomp.settings import cache_dir, environment
 from fusecomp.tables import considered, printed
 from fusecomp.target import Target
@@ -71,8 +70,7 @@ def _made(region: AttentionRegion, sizes: Mapping[str, int], until: str, device:
     tiles = plan(region, sizes, device)
     if until == "plan":
         return "\n".join(_plan(region, tiles, sizes, device))
-    tiles = specialised(region, tiles) if pays(region, sizes, device) else tiles
-    source = emit(region, tiles)
+    source = emit(region, hopper.planned(region, sizes, device) or tiles)
     if until == "kernel":
         return source.text
     return _machine_code(source, device)
@@ -100,8 +98,8 @@ def _plan(region: AttentionRegion, plan: TilePlan, sizes: Mapping[str, int], dev
     yield plan_text(plan)
     if plan.cost is not None:
         yield cost_text(plan.cost)
-    if pays(region, sizes, device):
-        yield f"Runs in the kernel for Hopper's tensor cores: {plan_text(specialised(region, plan))}"
+    if (own := hopper.planned(region, sizes, device)) is not None and own.cost is not None:
+        yield f"Runs in the kernel for Hopper's tensor cores: {plan_text(own)}\n{cost_text(own.cost)}"
     if (ranking := rank_plan(region, sizes, device, plan)) is not None:
         yield f"\n{printed(considered(ranking, ROWS))}"
 

@@ -89,8 +89,7 @@ def sink(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 @pytest.fixture(autouse=True)
 def always(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hopper, "LEAST_SECONDS", 0.0)
-    monkeypatch.setattr(hopper, "LEAST_TILES", 0)
+    monkeypatch.setattr(hopper, "AT_MOST", float("inf"))
     monkeypatch.setattr(hopper, "LEAST_BUFFERS", 1)
     torch._dynamo.reset()
     fusecomp.reset()

@@ -28,7 +28,8 @@ from fusecomp.ir.region import AttentionRegion
 from fusecomp.planning.device import find
 from fusecomp.planning.tile import TilePlan
 from fusecomp.running import hopper
-from fusecomp.running.hopper import available, pays
+from fusecomp.running.hopper import available
+from fusecomp.running.hopper import planned as hopper_plan
 from fusecomp.show import _made
 
 SCALED = times(score, 0.125)
@@ -132,11 +133,12 @@ def test_tiles_by_a_table(monkeypatch: pytest.MonkeyPatch) -> None:
     assert text.index("for block in range(1, above):") < text.index("for block in range(above, blocks):")
     full = text[text.index("for block in range(above, blocks):"):]
     assert "load0_tile" not in full[: full.index("done += blocks")]
-    assert not pays(region, LONG, find("h200"))
+    assert hopper_plan(region, LONG, find("h200")) is None
     monkeypatch.setattr(hopper, "BY_TABLE", True)
-    assert pays(region, LONG, find("h200")) == available()
+    assert (hopper_plan(region, LONG, find("h200")) is not None) == available()
     added = half(apply("add", SCALED, load(0, b, kv_idx, dtype="bfloat16")), loads=[((Size("B"), N), "bfloat16")])
-    assert not pays(added, LONG, find("h200"))  # which may hold a finite fill: rows that see no key are visited again
+    # It may hold a finite fill: rows that see no key are visited again
+    assert hopper_plan(added, LONG, find("h200")) is None
 
 
 def test_only_the_first_tile_of_a_causal_row_needs_its_mask() -> None:
@@ -155,7 +157,7 @@ def test_biases_come_in_blocks() -> None:
         assert (f"BUFFERS = gl.constexpr({buffers})" in text) == bool(buffers)
         assert ("gl.load(load0_tile_base" in text.replace("\n", "")) == (not buffers)
     large = half(BIASED, d=256, loads=[((H, M, N), "bfloat16")])
-    assert not pays(large, LONG, find("h200"))
+    assert hopper_plan(large, LONG, find("h200")) is None
     part = half(apply("add", SCALED, load(0, h, q_idx, apply("add", kv_idx, Const(3)), dtype="bfloat16")),
                 loads=[((H, M, apply("add", N, Const(3))), "bfloat16")])  # fmt: skip
     assert not copied(part)
@@ -198,8 +200,9 @@ LONG = {"B": 4, "H": 16, "M": 4096, "N": 4096}
         ("causal", LONG, "a100", False),
         ("causal", LONG, "b200", False),
         ("causal", {**LONG, "M": 1}, "h200", False),  # decoding
-        ("causal", {"B": 1, "H": 4, "M": 512, "N": 512}, "h200", False),  # the host would take longer
-        ("window, soft cap", LONG, "h200", False),  # three tiles of keys for each of queries
+        ("causal", {"B": 64, "H": 16, "M": 128, "N": 128}, "h200", False),  # from one tile of queries to the next
+        ("causal", {"B": 1, "H": 8, "M": 4096, "N": 4096}, "h200", True),
+        ("window, soft cap", LONG, "h200", True),
         ("bias", LONG, "h200", True),  # two tiles of it
         ("bias, D128", LONG, "h200", True),  # in tiles of 64 keys
         ("bias, float32", LONG, "h200", True),
@@ -212,12 +215,14 @@ def test_where_it_pays(
     name: str, sizes: dict[str, int], device: str, wanted: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(hopper, "available", lambda: True)
-    assert pays(EXPRESSED[name], sizes, find(device)) == wanted
+    made = hopper_plan(EXPRESSED[name], sizes, find(device))
+    assert (made is not None) == wanted
+    assert made is None or (made.consumers and made.cost is not None)
 
 
 def test_another_gluon_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hopper, "available", lambda: False)
-    assert not pays(EXPRESSED["causal"], LONG, find("h200"))
+    assert hopper_plan(EXPRESSED["causal"], LONG, find("h200")) is None
 
 
 def test_show_has_the_kernel_that_runs(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -231,8 +236,10 @@ def test_show_has_the_kernel_that_runs(monkeypatch: pytest.MonkeyPatch) -> None:
 FAILS = """
 import torch, fusecomp
 from fusecomp.backend import explain
+from fusecomp.codegen.hopper import specialised
+from fusecomp.planning.plan import plan
 from fusecomp.running import hopper
-hopper.takes = lambda *_: True
+hopper.takes = lambda match, sizes, _: specialised(match.region, plan(match.region, sizes))
 def attend(q, k, v):
     return ((q @ k.mT) * 0.125).softmax(-1) @ v
 args = [torch.randn(1, 2, 40, 64, dtype=torch.float16) for _ in range(3)]

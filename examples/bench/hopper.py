@@ -30,7 +30,7 @@ from fusecomp.codegen.hopper import expresses, specialised
 from fusecomp.planning.device import current
 from fusecomp.planning.plan import plan
 from fusecomp.planning.tile import TilePlan
-from fusecomp.running.hopper import pays
+from fusecomp.running import hopper
 
 Run = Callable[[], Any]
 CAUSAL = {"causal": True}
@@ -48,6 +48,14 @@ CASES = [
     Case(n=4096, batch=4, d=64, documents=True, **CAUSAL),
     *(Case(n=4096, batch=4, d=d, bias=True, bias_axes=axes) for d in (64, 128) for axes in ("", "h", "bh")),
     Case(n=4096, batch=4, d=64, bias=True, **CAUSAL),
+    *(Case(n=n, d=64, **CAUSAL) for n in (512, 1024, 2048)),
+    *(Case(n=n, **CAUSAL) for n in (1024, 2048)),
+    Case(n=4096, heads=8, **CAUSAL),
+    *(Case(n=512, batch=8, d=d, **CAUSAL) for d in (64, 128)),
+    Case(n=1024, batch=4, d=64, softcap=30.0, **CAUSAL),
+    Case(n=2048, softcap=30.0, **CAUSAL),
+    *(Case(n=4096, batch=4, window=w, **CAUSAL) for w in (256, 1024)),
+    Case(n=128, batch=64, d=64, **CAUSAL),
 ]  # fmt: skip
 EACH = 1.0
 """ms of launches in one graph, at least."""
@@ -151,7 +159,7 @@ def measure(case: Case) -> list[dict[str, Any]]:
     named = runs(case, x)
     wrong = errors(case, x, named)
     times = timed({name: run for name, run in named.items() if wrong[name] < float("inf")})
-    chosen = "hopper" if pays(case.region, case.sizes, current()) else "portable"
+    chosen = "hopper" if hopper.planned(case.region, case.sizes, current()) else "portable"
     flops = 4 * case.batch * case.heads * case.n**2 * case.d * (0.5 if case.causal else 1)
     rows = []
     for name, error in wrong.items():

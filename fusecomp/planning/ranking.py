@@ -92,12 +92,13 @@ def explained(
 
 
 def rank_plan(region: AttentionRegion, sizes: Mapping[str, int], device: Device, plan: TilePlan) -> Ranking | None:
-    """The ranking behind a plan, at the lengths of one call; None where other kernels would be planned for those.
+    """The ranking behind a plan, at the lengths of one call; None where other kernels would be planned for those, and
+    for a kernel of one tile.
 
     A plan is chosen at those lengths rounded up, or timed, so that another tile may be a little faster here."""
     describable = "descriptor" in {plan.loads, *(r.loads for r in plan.rejected)}
     ranked = rows(region, sizes, device, describable=describable)
-    if plan.cost is None or ranked[0].skeleton != plan.skeleton:
+    if plan.cost is None or plan.consumers or ranked[0].skeleton != plan.skeleton:
         return None
     own = Tile(plan.block_m, plan.block_n, plan.warps, plan.stages, plan.pack, plan.loads, asked(plan))
     taken = next((row for row in ranked if row.tile == own), Row(own, plan.skeleton, plan.cost, ""))

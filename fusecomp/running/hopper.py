@@ -1,12 +1,13 @@
-"""Where the kernel for Hopper's tensor cores runs an attention: it can express it, and there is enough to do.
+"""Where the kernel for Hopper's tensor cores runs an attention: it can express it, and is predicted to be faster.
 
-A launch of it costs the host more, for four descriptors, and its tiles are one size: short launches, and masks that
-leave a query tile few tiles of keys, stay with the portable kernel (codegen/hopper.py).
+Its tiles are one size (codegen/hopper.py): few queries, and masks that leave a query tile few keys, stay with the
+portable kernel.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import cache
 
 import torch
@@ -19,18 +20,14 @@ from fusecomp.ir.region import AttentionRegion
 from fusecomp.patterns.build import Match
 from fusecomp.patterns.masks import hiding
 from fusecomp.planning.device import Device, current
-from fusecomp.planning.facts import lengths, visits
+from fusecomp.planning.hopper import hopper_cost
 from fusecomp.planning.plan import plan
+from fusecomp.planning.tile import TilePlan
 from fusecomp.running.inputs import example_of
 from fusecomp.settings import Options
 
-LEAST_SECONDS = 2e-4
-"""Predicted for the portable kernel. In shorter launches the host takes longer than the kernel, and four descriptors
-take it longer than pointers."""
-LEAST_TILES = 4
-"""Tiles of keys that a tile of queries visits, on average: before the first and after the last nothing overlaps. With
-4.5 of them (causal, N 1024) it takes 0.15 ms where the portable kernel takes 0.23 (hopper_h200.json)."""
-
+AT_MOST = 1.0
+"""Of the time that is predicted for the portable kernel, what this one may be predicted to take."""
 LEAST_BUFFERS = 2
 """Tiles in shared memory of what the score reads for each pair. With two a bias of each head (B 4, H 16, N 4096, D 64)
 takes 0.78 ms where the portable kernel takes 0.99 (probes_h200.json); one is not ready when it is needed."""
@@ -56,10 +53,10 @@ def available() -> bool:
     return known and hasattr(shared_memory_descriptor, "_reinterpret")
 
 
-def takes(match: Match, sizes: Mapping[str, int], options: Options) -> bool:
-    """Whether it runs the match. Only where it is verified: the portable kernel is there if it disagrees."""
+def takes(match: Match, sizes: Mapping[str, int], options: Options) -> TilePlan | None:
+    """Its plan of the match, if it runs it. Only where it is verified: the portable kernel is there if it disagrees."""
     asked = match.output.meta["val"].device.type == "cuda" and options.verify and not options.batch_invariant
-    return asked and pays(match.region, sizes, current()) and _in_steps(match)
+    return planned(match.region, sizes, current()) if asked and _in_steps(match) else None
 
 
 def trains(match: Match) -> bool:
@@ -78,22 +75,21 @@ def in_order(options: Options) -> bool:
     return options.deterministic or torch.are_deterministic_algorithms_enabled()
 
 
-def pays(region: AttentionRegion, sizes: Mapping[str, int], device: Device) -> bool:
-    """Whether it can express the region, and is faster at these lengths than the portable kernel."""
+def planned(region: AttentionRegion, sizes: Mapping[str, int], device: Device) -> TilePlan | None:
+    """Its plan, where it can express the region and is predicted faster at these lengths than the portable kernel."""
     if device.arch != "sm_90" or not available() or not hopper.expresses(region):
-        return False
+        return None
     tiles = plan(region, sizes, device)
     if tiles.skeleton != "prefill" or tiles.cost is None:
-        return False
+        return None
     if tiles.visits == "table" and not (BY_TABLE and hopper.expresses(hiding(region))):
-        return False
+        return None
     own = hopper.specialised(region, tiles)
     frame, pairs = Frame(region, own), pair_loads(region)
     if pairs and (len(frame.copied) < len(pairs) or frame.buffers < LEAST_BUFFERS):
-        return False  # what it reads element by element takes longer than its products
-    visited = visits(region, sizes, own.block_m, own.block_n).visited
-    many = visited >= LEAST_TILES * -(-lengths(region, sizes).m // own.block_m)
-    return many and tiles.cost.seconds >= LEAST_SECONDS
+        return None  # what it reads element by element takes longer than its products
+    cost = hopper_cost(region, sizes, device, own, frame.buffers)
+    return replace(own, cost=cost) if cost.seconds <= AT_MOST * tiles.cost.seconds else None
 
 
 def _in_steps(match: Match) -> bool:

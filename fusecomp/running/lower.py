@@ -18,7 +18,6 @@ from fusecomp.codegen import hopper_backward
 from fusecomp.codegen.backward import emit_backward
 from fusecomp.codegen.descriptors import choose
 from fusecomp.codegen.emit import emit
-from fusecomp.codegen.hopper import specialised
 from fusecomp.codegen.source import KernelSource
 from fusecomp.errors import CacheError, KernelError, PlanError
 from fusecomp.ir.region import AttentionRegion
@@ -77,7 +76,8 @@ def lower(
             tiles = plan(region, sizes)
         return Lowered(f"{region.key}-cpu", cpu.lower(region), "cpu", tiles)
     tiles = planned(match, sizes, options.batch_invariant)
-    special = [] if portable or not hopper.takes(match, sizes, options) else [specialised(region, tiles)]
+    own = None if portable else hopper.takes(match, sizes, options)
+    special = [own] if own is not None else []
     if options.tune > 1 and device.type == "cuda" and not options.batch_invariant:
         with real_tensors():
             run = trial(match, sizes, device)

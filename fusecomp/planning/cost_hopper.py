@@ -1,0 +1,74 @@
+"""What one launch of the forward kernel for Hopper's tensor cores costs: a page of equations, as `cost` is for
+the portable kernel.
+
+One program stays on each multiprocessor and takes tiles of queries one after another. Its groups of four warps take
+turns at the tensor cores, so that one group's element work hides behind another's products (Shah et al. 2024,
+FlashAttention-3, sec. 3.1), and one more warp copies Q, K and V ahead, so that nobody waits for a load. What takes
+longest of products, special functions and the rest sets the time; of the others a share shows.
+"""
+
+from __future__ import annotations
+
+from fusecomp.planning.equations import Equation, Model
+from fusecomp.planning.symbols import *
+
+HOPPER_FITTED = {
+    "SHOWN": 0.150,  # part of the shorter pipes' time that does not hide behind the longest's
+    "PAIR": 11.6,  # issue slots a pair: scale and subtract, max, sum, convert, rescale; one in four of them waits
+    "NEXT": 2.35e-06,  # s: from one tile of queries to the next: the last product, O, the next Q, the first scores
+}
+"""Fitted on `examples/bench/records/hopper_h200.json` (`examples/bench/fit_hopper.py`)."""
+
+SHOWN, PAIR, NEXT = symbols("SHOWN PAIR NEXT")
+
+# Operations
+query_tiles = HEADS * ceiling(M / BLOCK_M)  # tiles of queries in the whole launch
+tiles = HEADS * TILES  # tiles of keys that they visit
+pairs = tiles * BLOCK_M * BLOCK_N
+flops = 2 * pairs * (D + DV)  # Q K^T and P V, two for a multiply-add
+rescale = DV / BLOCK_N  # slots a pair: the accumulator shrinks to each tile's new maximum
+fma_work = pairs * (PAIR + FMA + rescale) + HEADS * TESTED * BLOCK_M * BLOCK_N * TEST
+sfu_work = pairs * (1 + SFU)  # the exponential
+
+# Bytes: heads take turns in sections whose K and V stay in L2, so that each is read once
+hbm = HEADS * M * (Q_ROW + O_ROW) + KV_HEADS * REACHED * (K_ROW + V_ROW) + LOAD_UNIQUE
+hbm_unfused = (
+    HEADS * M * (Q_ROW + O_ROW)
+    + KV_HEADS * N * (K_ROW + V_ROW)
+    + HEADS * M * N * WIDTH * (4 + 2 * PASSES)
+    + LOAD_UNIQUE
+)
+moved = tiles * BLOCK_N * (K_ROW + V_ROW + LOAD * BLOCK_M)  # from L2 to multiprocessors
+held = WIDTH * (BLOCK_M * (D + Min(D, 128)) + 2 * STAGES * BLOCK_N * D)  # Q, O on its way out, K and V
+smem = held + BUFFERS * LOAD * BLOCK_M * BLOCK_N
+registers = 8 * floor((REGS_PER_SM / WARP / 4 - 24) / GROUPS / 8)  # one that copies keeps 24
+
+# Seconds
+mma_s = flops / MMA_RATE
+sfu_s = sfu_work / SFU_RATE
+fma_s = fma_work / FMA_RATE
+smem_s = tiles * BLOCK_N * (K_ROW + V_ROW) * (1 + GROUPS) / SMEM_RATE  # written once, read by each group
+longest = Max(mma_s, sfu_s, fma_s, smem_s)
+busy = Max(1, LONGEST * SMS / tiles)  # the busiest multiprocessor's share of the work over an even share
+working_s = busy * (longest + SHOWN * Max(0, mma_s + sfu_s + fma_s - longest))
+moving_s = Max(hbm / HBM_RATE, moved / L2_RATE)
+latency_s = NEXT * Max(1, query_tiles / SMS) + LAUNCH
+
+WORK: dict[str, Equation] = {
+    "smem": (smem, "B of shared memory, one program"),
+    "registers": (registers, "32-bit registers of a thread that multiplies"),
+    "programs": (Min(SMS, query_tiles), "programs"),
+    "waves": (query_tiles / SMS, "tiles of queries that each takes, one after another"),
+    "tiles": (tiles, "tiles of keys visited"),
+    "flops": (flops, "FLOP"),
+    "hbm": (hbm, "B of device memory"),
+    "hbm_unfused": (hbm_unfused, "B of device memory, eager"),
+    "mma_s": (mma_s, "s of the tensor cores"),
+    "element_s": (Max(sfu_s, fma_s), "s of the special-function or FMA pipe"),
+    "smem_s": (smem_s, "s of the shared-memory ports"),
+    "moving_s": (moving_s, "s of device memory and L2"),
+    "working_s": (working_s, "s of the busiest multiprocessor's pipes"),
+    "latency_s": (latency_s, "s between tiles of queries, and of the launch"),
+    "seconds": (Max(working_s, moving_s) + latency_s, "s in all"),
+}
+HOPPER = Model(WORK)

@@ -1,0 +1,44 @@
+"""What a plan for Hopper's tensor cores is predicted to cost."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from fusecomp.ir.expr import Apply, parts
+from fusecomp.ir.region import AttentionRegion
+from fusecomp.planning.candidate import Launch
+from fusecomp.planning.cost_hopper import HOPPER, HOPPER_FITTED
+from fusecomp.planning.device import Device
+from fusecomp.planning.plan import cost_of
+from fusecomp.planning.tile import Cost, Tile, TilePlan
+
+OWN = {"tanh": (0, 1)}
+"""What the device has an instruction for: (FMA slots, special-function slots), whatever a primitive's row says."""
+
+
+def hopper_cost(
+    region: AttentionRegion, sizes: Mapping[str, int], device: Device, plan: TilePlan, buffers: int = 0
+) -> Cost:
+    """Of one launch of `plan`, a plan with `consumers` (codegen/hopper.py), and so many tiles in shared memory of what
+    is read for each pair."""
+    return cost_of(HOPPER.evaluate(hopper_inputs(region, sizes, device, plan, buffers)))
+
+
+def hopper_inputs(
+    region: AttentionRegion, sizes: Mapping[str, int], device: Device, plan: TilePlan, buffers: int = 0
+) -> dict[str, float]:
+    """A number for each symbol of the page."""
+    launch = Launch(region, sizes, device, decode=False)
+    tile = Tile(plan.block_m, plan.block_n, plan.warps * plan.consumers, plan.stages, 1, "descriptor")
+    fma, sfu = saved(region)
+    given = launch.inputs(tile)
+    return {
+        **given, **HOPPER_FITTED, "FMA": given["FMA"] - fma, "SFU": given["SFU"] - sfu,
+        "GROUPS": plan.consumers, "BUFFERS": buffers,
+    }  # fmt: skip
+
+
+def saved(region: AttentionRegion) -> tuple[int, int]:
+    """(FMA slots, special-function slots) of a pair that the device's own instructions take less."""
+    rows = [(x.primitive, *OWN[x.op]) for x in set(parts(region.score)) if isinstance(x, Apply) and x.op in OWN]
+    return sum(p.fma - fma for p, fma, _ in rows), sum(p.sfu - sfu for p, _, sfu in rows)
