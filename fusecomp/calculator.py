@@ -21,12 +21,13 @@ from fusecomp.equations import Equations
 from fusecomp.errors import OptionError
 from fusecomp.planning.device import Device, current, find
 from fusecomp.planning.plan import DECODE_KEYS, DECODE_ROWS, rows
-from fusecomp.planning.ranking import Line, Ranking, rank, rank_backward, worked_out
+from fusecomp.planning.ranking import HOPPER_FORWARD, Line, Ranking, rank, rank_backward, rank_hopper, worked_out
 from fusecomp.planning.textbook import CacheUse, KVCache, Traffic
 from fusecomp.planning.units import element, held, number_of_bytes, number_of_elements, size
 from fusecomp.planning.workload import Workload
 from fusecomp.tables import grid, left_out, printed, tile_table
 
+ON_HOPPER = "The second kernel runs instead of the first, where Triton has the Gluon that it is written in: 3.6 to 3.8."
 ROWS = 12
 """Tiles that are printed; --all and `to_dict` have every one."""
 
@@ -74,11 +75,20 @@ def tiles(
     allowed = on.smem_bytes if budget is None else min(number_of_bytes(budget), on.smem_bytes)
     ranked = rows(workload.region, workload.sizes, on, allowed, describable=page_size is None)
     first = rank(workload.region, workload.sizes, on, ranked, allowed)
+    own = () if decode or page_size or allowed < on.smem_bytes else _on_hopper(workload, on)
     gradients = rank_backward(workload.region, workload.sizes, on, allowed) if backward else ()
-    notes = []
+    notes = [ON_HOPPER] if own else []
     if decode and n < DECODE_KEYS:
         notes.append(f"With fewer than {DECODE_KEYS} keys they are not split: one program walks all keys of a head.")
-    return Tiles(workload, on, allowed, (first, *gradients), tuple(notes))
+    return Tiles(workload, on, allowed, (first, *own, *gradients), tuple(notes))
+
+
+def _on_hopper(workload: Workload, device: Device) -> tuple[Ranking, ...]:
+    """The one tile of the kernel for Hopper's tensor cores, where that is predicted to be faster than the portable."""
+    from fusecomp.codegen.hopper_choice import planned
+
+    plan = planned(workload.region, workload.sizes, device)
+    return (rank_hopper(plan),) if plan is not None else ()
 
 
 @dataclass(frozen=True)
@@ -102,6 +112,8 @@ class Tiles:
 
     def to_dict(self) -> dict[str, Any]:
         """Device, sizes and every tile. Bytes, FLOP, seconds."""
+        hopper = [r for r in self.rankings if r.kernel == HOPPER_FORWARD]
+        gradients = [r for r in self.rankings[1:] if r not in hopper]
         return {
             "device": self.device.name,
             "sizes": self.workload.sizes,
@@ -109,7 +121,8 @@ class Tiles:
             "kernel": self.rankings[0].kernel,
             "shares": self.rankings[0].shares,
             "tiles": [line.to_dict() for line in self.rankings[0].lines],
-            "backward": {r.kernel.replace(" ", "_"): [x.to_dict() for x in r.lines] for r in self.rankings[1:]},
+            **{r.kernel.replace(" ", "_"): [x.to_dict() for x in r.lines] for r in hopper},
+            "backward": {r.kernel.replace(" ", "_"): [x.to_dict() for x in r.lines] for r in gradients},
             "notes": list(self.notes),
         }
 

@@ -16,10 +16,10 @@ from torch import Tensor
 
 import fusecomp
 from fusecomp.backend import explain
+from fusecomp.codegen import hopper_choice
 from fusecomp.codegen.emit import emit
 from fusecomp.codegen.hopper import specialised
 from fusecomp.planning import visits
-from fusecomp.running import hopper
 from fusecomp.running.cache import directory
 from fusecomp.running.loader import load
 
@@ -89,8 +89,8 @@ def sink(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 @pytest.fixture(autouse=True)
 def always(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hopper, "AT_MOST", float("inf"))
-    monkeypatch.setattr(hopper, "LEAST_BUFFERS", 1)
+    monkeypatch.setattr(hopper_choice, "AT_MOST", float("inf"))
+    monkeypatch.setattr(hopper_choice, "LEAST_BUFFERS", 1)
     torch._dynamo.reset()
     fusecomp.reset()
 
@@ -281,7 +281,7 @@ def test_tiles_by_a_table(
 ) -> None:
     """Masks that only the run knows: which tiles of keys are visited, and which need no mask, is looked up."""
     monkeypatch.setattr(visits, "SHARE", float("inf"))
-    monkeypatch.setattr(hopper, "BY_TABLE", True)
+    monkeypatch.setattr(hopper_choice, "BY_TABLE", True)
     ends = torch.tensor([[n // 3], [n - 3]])
     marks = torch.stack([(torch.arange(n) // 50), torch.arange(n) // 400]) if fn is packed else torch.arange(n) < ends
     args = [torch.randn(2, 4, n, size, device="cuda", dtype=torch.bfloat16) for _ in range(3)]

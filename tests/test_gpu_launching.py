@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 import fusecomp
-from fusecomp.running import hopper
+from fusecomp.codegen import hopper_choice
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 Attend = Callable[..., Tensor]
@@ -38,7 +38,7 @@ def right(got: Tensor, args: list[Tensor]) -> None:
 @pytest.fixture(params=[float("inf"), 0.0], ids=["as much as possible", "portable"])
 def fast(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Attend]:
     """Compiled for the kernel for Hopper where there is one, or for the portable one."""
-    monkeypatch.setattr(hopper, "AT_MOST", request.param)
+    monkeypatch.setattr(hopper_choice, "AT_MOST", request.param)
     torch._dynamo.reset()
     fusecomp.reset()
     with torch.no_grad():

@@ -16,6 +16,7 @@ from golden_kernels import paged
 from kernels import tiles
 from regions import H, M, N, age, attention, b, causal, dropout, filled, grouped, h, kv_idx, load, q_idx, score, times
 
+from fusecomp.codegen import hopper_choice
 from fusecomp.codegen.compiled import cross_compile
 from fusecomp.codegen.copied import copied, pair_loads
 from fusecomp.codegen.emit import emit
@@ -134,7 +135,7 @@ def test_tiles_by_a_table(monkeypatch: pytest.MonkeyPatch) -> None:
     full = text[text.index("for block in range(above, blocks):"):]
     assert "load0_tile" not in full[: full.index("done += blocks")]
     assert hopper_plan(region, LONG, find("h200")) is None
-    monkeypatch.setattr(hopper, "BY_TABLE", True)
+    monkeypatch.setattr(hopper_choice, "BY_TABLE", True)
     assert (hopper_plan(region, LONG, find("h200")) is not None) == available()
     added = half(apply("add", SCALED, load(0, b, kv_idx, dtype="bfloat16")), loads=[((Size("B"), N), "bfloat16")])
     # It may hold a finite fill: rows that see no key are visited again

@@ -20,15 +20,12 @@ from typing import Any
 from hopper import plans
 from workloads import Case
 
-from fusecomp.codegen.copied import buffers
 from fusecomp.planning import device
 from fusecomp.planning.cost_hopper import HOPPER, HOPPER_FITTED
-from fusecomp.planning.hopper import hopper_inputs
+from fusecomp.planning.hopper import hopper_inputs, hopper_tile
 
 RECORD = Path(__file__).parent / "records" / "hopper_h200.json"
 H200 = device.find("h200")
-LEAST: dict[str, float] = {}
-"""The data sheet's rate."""
 Row = tuple[str, dict[str, float], float]
 """Name, a number for each symbol, seconds measured."""
 
@@ -39,8 +36,7 @@ def measured(record: Mapping[str, Any]) -> list[Row]:
     for row in record["rows"]:
         if row["impl"] == "hopper":
             case = Case(**row["case"])
-            made = plans(case)["hopper"]
-            given = hopper_inputs(case.region, case.sizes, H200, made, buffers(case.region, made))
+            given = hopper_inputs(case.region, case.sizes, H200, hopper_tile(plans(case)["hopper"]))
             found.append((case.name, given, (row["burst_ms"] + row["sustained_ms"]) / 2e3))
     return found
 
@@ -62,7 +58,7 @@ def search(rows: Sequence[Row], constants: Mapping[str, float], rounds: int) -> 
     for _ in range(rounds):
         for name in rng.sample(sorted(best), len(best)):
             moved = best[name] * math.exp(rng.choice((1, -1)) * step[name] * rng.uniform(0.2, 1))
-            tried = {**best, name: max(moved, LEAST.get(name, 0.0))}
+            tried = {**best, name: moved}
             found = loss(rows, tried)
             step[name] = min(1, 1.5 * step[name]) if found < least else max(0.01, 0.8 * step[name])
             least, best = min((least, best), (found, tried), key=lambda x: x[0])

@@ -11,7 +11,6 @@ GLOSSARY: dict[str, tuple[str, str, str]] = {
     "STAGES": ("tiles of K and V under way at once", "tiles", TILE),
     "PACK": ("query heads of a KV head side by side in a tile", "heads", TILE),
     "GROUPS": ("groups of four warps that multiply, beside one warp that copies", "groups", TILE),
-    "BUFFERS": ("tiles in shared memory of what is read for each pair", "tiles", TILE),
     "RESIDENT": ("programs of a multiprocessor that the keys are split for", "programs", TILE),
     "CAP": ("registers that a thread is held to; 0: none", "registers", TILE),
     "KEYS": ("whether the kernel makes dK and dV, not dQ", "0 or 1", TILE),

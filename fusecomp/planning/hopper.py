@@ -16,26 +16,21 @@ OWN = {"tanh": (0, 1)}
 """What the device has an instruction for: (FMA slots, special-function slots), whatever a primitive's row says."""
 
 
-def hopper_cost(
-    region: AttentionRegion, sizes: Mapping[str, int], device: Device, plan: TilePlan, buffers: int = 0
-) -> Cost:
-    """Of one launch of `plan`, a plan with `consumers` (codegen/hopper.py), and so many tiles in shared memory of what
-    is read for each pair."""
-    return cost_of(HOPPER.evaluate(hopper_inputs(region, sizes, device, plan, buffers)))
+def hopper_cost(region: AttentionRegion, sizes: Mapping[str, int], device: Device, plan: TilePlan) -> Cost:
+    """Of one launch of `plan`, a plan with `consumers` (codegen/hopper.py)."""
+    return cost_of(HOPPER.evaluate(hopper_inputs(region, sizes, device, hopper_tile(plan))))
 
 
-def hopper_inputs(
-    region: AttentionRegion, sizes: Mapping[str, int], device: Device, plan: TilePlan, buffers: int = 0
-) -> dict[str, float]:
+def hopper_tile(plan: TilePlan) -> Tile:
+    """With the warps of all groups that multiply."""
+    return Tile(plan.block_m, plan.block_n, plan.consumers * plan.warps, plan.stages, loads=plan.loads)
+
+
+def hopper_inputs(region: AttentionRegion, sizes: Mapping[str, int], device: Device, tile: Tile) -> dict[str, float]:
     """A number for each symbol of the page."""
-    launch = Launch(region, sizes, device, decode=False)
-    tile = Tile(plan.block_m, plan.block_n, plan.warps * plan.consumers, plan.stages, 1, "descriptor")
+    given = {**Launch(region, sizes, device, decode=False).inputs(tile), **HOPPER_FITTED}
     fma, sfu = saved(region)
-    given = launch.inputs(tile)
-    return {
-        **given, **HOPPER_FITTED, "FMA": given["FMA"] - fma, "SFU": given["SFU"] - sfu,
-        "GROUPS": plan.consumers, "BUFFERS": buffers,
-    }  # fmt: skip
+    return {**given, "FMA": given["FMA"] - fma, "SFU": given["SFU"] - sfu, "GROUPS": tile.warps // 4}
 
 
 def saved(region: AttentionRegion) -> tuple[int, int]:

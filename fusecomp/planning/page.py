@@ -18,7 +18,9 @@ from fusecomp.planning.glossary import GLOSSARY
 from fusecomp.planning.written import Equation, Page, Symbol, read
 
 PACKAGE = "fusecomp.planning"
-ROOTS = {"forward": "cost", "decode": "cost_decode", "query gradient": "cost_backward"}
+ROOTS = {
+    "forward": "cost", "decode": "cost_decode", "hopper forward": "cost_hopper", "query gradient": "cost_backward",
+}  # fmt: skip
 ROOTS["key gradients"] = ROOTS["query gradient"]
 """Kernel -> the module that holds its last page; those before it are the pages that it imports."""
 

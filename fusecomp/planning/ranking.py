@@ -11,13 +11,17 @@ from fusecomp.planning.backward import KERNELS, backward_plan, costed, inputs, p
 from fusecomp.planning.backward_resources import smem
 from fusecomp.planning.candidate import Launch
 from fusecomp.planning.cost_backward import BACKWARD
+from fusecomp.planning.cost_hopper import HOPPER
 from fusecomp.planning.device import Device
 from fusecomp.planning.facts import facts
+from fusecomp.planning.hopper import hopper_inputs, hopper_tile
 from fusecomp.planning.plan import TIE, Row, cost_of, rows
 from fusecomp.planning.tile import Cost, Tile, TilePlan
 from fusecomp.planning.units import held
 
 Quantities = Callable[[Tile], Mapping[str, float]]
+HOPPER_FORWARD = "hopper forward"
+"""The forward kernel for Hopper's tensor cores."""
 PIPES = {"mma_s": "products", "element_s": "exp, FMA", "smem_s": "shared memory"}
 WAITS, SEEN = "waits", 1 / 3
 """What a slower tile may have more of, in a word or two, and the part of the time from which on a pipe is seen."""
@@ -51,7 +55,7 @@ class Ranking:
     """The tiles of one kernel: the taken one first, then by time, then those that do not fit."""
 
     kernel: str
-    """ "forward", "decode", "query gradient", "key gradients"."""
+    """ "forward", "decode", "hopper forward", "query gradient", "key gradients"."""
     lines: tuple[Line, ...]
     shares: int = 1
     """Parts of the keys that are walked side by side and then combined (split-KV)."""
@@ -91,6 +95,13 @@ def explained(
     return Ranking(kernel, (taken, *lines), int(best.get("splits", 1)))
 
 
+def rank_hopper(plan: TilePlan) -> Ranking:
+    """The one tile of a plan with `consumers`."""
+    assert plan.cost is not None
+    bound = f"taken: bound by {plan.cost.bound}"
+    return Ranking(HOPPER_FORWARD, (Line(hopper_tile(plan), plan.cost, plan.cost.smem_bytes, True, True, bound),))
+
+
 def rank_plan(region: AttentionRegion, sizes: Mapping[str, int], device: Device, plan: TilePlan) -> Ranking | None:
     """The ranking behind a plan, at the lengths of one call; None where other kernels would be planned for those, and
     for a kernel of one tile.
@@ -127,6 +138,9 @@ def worked_out(
 ) -> dict[str, float]:
     """A number for each symbol and each result of the equations behind a ranking's taken tile."""
     tile, kernel = ranking.taken.tile, ranking.kernel.replace(" ", "_")
+    if ranking.kernel == HOPPER_FORWARD:
+        given = hopper_inputs(region, sizes, device, tile)
+        return {**given, **HOPPER.evaluate(given)}
     launch = Launch(region, sizes, device, kernel == "decode")
     if kernel in KERNELS:
         given = inputs(launch, kernel, tile)

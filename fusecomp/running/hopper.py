@@ -1,42 +1,23 @@
-"""Where the kernel for Hopper's tensor cores runs an attention: it can express it, and is predicted to be faster.
-
-Its tiles are one size (codegen/hopper.py): few queries, and masks that leave a query tile few keys, stay with the
-portable kernel.
-"""
+"""Where the kernel for Hopper's tensor cores runs a match: it is chosen (codegen/hopper_choice.py), this Triton can
+compile it, and the tensors lie as it wants them."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from functools import cache
 
 import torch
 
-from fusecomp.codegen import hopper, hopper_backward
+from fusecomp.codegen import hopper_backward
 from fusecomp.codegen.copied import pair_loads
 from fusecomp.codegen.descriptors import in_steps
-from fusecomp.codegen.frame import Frame
+from fusecomp.codegen.hopper_choice import planned as chosen
 from fusecomp.ir.region import AttentionRegion
 from fusecomp.patterns.build import Match
-from fusecomp.patterns.masks import hiding
 from fusecomp.planning.device import Device, current
-from fusecomp.planning.hopper import hopper_cost
-from fusecomp.planning.plan import plan
 from fusecomp.planning.tile import TilePlan
 from fusecomp.running.inputs import example_of
 from fusecomp.settings import Options
-
-AT_MOST = 1.0
-"""Of the time that is predicted for the portable kernel, what this one may be predicted to take."""
-LEAST_BUFFERS = 2
-"""Tiles in shared memory of what the score reads for each pair. With two a bias of each head (B 4, H 16, N 4096, D 64)
-takes 0.78 ms where the portable kernel takes 0.99 (probes_h200.json); one is not ready when it is needed."""
-
-
-BY_TABLE = False
-"""Whether it runs masks whose tiles come from a table, too. Packed documents (B 4, H 16, N 4096, D 64) take as long as
-with the portable kernel from a CUDA graph, 0.20 ms, and longer call by call: 0.33 ms (bench_h200.json) beside 0.21
-(bench_first_h200.json)."""
 
 
 @cache
@@ -76,20 +57,8 @@ def in_order(options: Options) -> bool:
 
 
 def planned(region: AttentionRegion, sizes: Mapping[str, int], device: Device) -> TilePlan | None:
-    """Its plan, where it can express the region and is predicted faster at these lengths than the portable kernel."""
-    if device.arch != "sm_90" or not available() or not hopper.expresses(region):
-        return None
-    tiles = plan(region, sizes, device)
-    if tiles.skeleton != "prefill" or tiles.cost is None:
-        return None
-    if tiles.visits == "table" and not (BY_TABLE and hopper.expresses(hiding(region))):
-        return None
-    own = hopper.specialised(region, tiles)
-    frame, pairs = Frame(region, own), pair_loads(region)
-    if pairs and (len(frame.copied) < len(pairs) or frame.buffers < LEAST_BUFFERS):
-        return None  # what it reads element by element takes longer than its products
-    cost = hopper_cost(region, sizes, device, own, frame.buffers)
-    return replace(own, cost=cost) if cost.seconds <= AT_MOST * tiles.cost.seconds else None
+    """Its plan of the region at these lengths, where it runs on the device."""
+    return chosen(region, sizes, device) if available() else None
 
 
 def _in_steps(match: Match) -> bool:

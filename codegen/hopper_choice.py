@@ -1,0 +1,49 @@
+"""Where the kernel for Hopper's tensor cores is chosen: it can express a region, and is predicted to be faster.
+
+Its tiles are one size (codegen/hopper.py): few queries, and masks that leave a query tile few keys, stay with the
+portable kernel.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from fusecomp.codegen.copied import pair_loads
+from fusecomp.codegen.frame import Frame
+from fusecomp.codegen.hopper import expresses, specialised
+from fusecomp.ir.region import AttentionRegion
+from fusecomp.patterns.masks import hiding
+from fusecomp.planning.device import Device
+from fusecomp.planning.hopper import hopper_cost
+from fusecomp.planning.plan import plan
+from fusecomp.planning.tile import TilePlan
+
+AT_MOST = 1.0
+"""Of the time that is predicted for the portable kernel, what this one may be predicted to take."""
+LEAST_BUFFERS = 2
+"""Tiles in shared memory of what the score reads for each pair. With two a bias of each head (B 4, H 16, N 4096, D 64)
+takes 0.78 ms where the portable kernel takes 0.99 (probes_h200.json); one is not ready when it is needed."""
+
+
+BY_TABLE = False
+"""Whether it runs masks whose tiles come from a table, too. Packed documents (B 4, H 16, N 4096, D 64) take as long as
+with the portable kernel from a CUDA graph, 0.20 ms, and longer call by call: 0.33 ms (bench_h200.json) beside 0.21
+(bench_first_h200.json)."""
+
+
+def planned(region: AttentionRegion, sizes: Mapping[str, int], device: Device) -> TilePlan | None:
+    """Its plan, where it can express the region and is predicted faster at these lengths than the portable kernel."""
+    if device.arch != "sm_90" or not expresses(region):
+        return None
+    tiles = plan(region, sizes, device)
+    if tiles.skeleton != "prefill" or tiles.cost is None:
+        return None
+    if tiles.visits == "table" and not (BY_TABLE and expresses(hiding(region))):
+        return None
+    own = specialised(region, tiles)
+    frame, pairs = Frame(region, own), pair_loads(region)
+    if pairs and (len(frame.copied) < len(pairs) or frame.buffers < LEAST_BUFFERS):
+        return None  # what it reads element by element takes longer than its products
+    cost = hopper_cost(region, sizes, device, own)
+    return replace(own, cost=cost) if cost.seconds <= AT_MOST * tiles.cost.seconds else None
