@@ -90,7 +90,7 @@ def compile_match(module: GraphModule, match: Match, options: Options) -> Entry:
     """Plan, emit, load, verify and substitute one attention. What goes wrong leaves eager in place."""
     region, sizes = match.region, seen_sizes(match)
     base = Entry(0, "fallback", region.origin, region.source, region, sizes)
-    if why := refused(match, options):
+    if why := refused(match, sizes, options):
         return replace(base, status="declined", reason=why)
     if options.empty_rows == "zero":
         match = replace(match, region=replace(region, empty_row="zero"))
@@ -164,10 +164,12 @@ def operation_for(match: Match, lowered: Lowered) -> str:
     return "attention_recomputed" if lowered.backward is None else "attention_and_lse"
 
 
-def refused(match: Match, options: Options) -> str:
+def refused(match: Match, sizes: Mapping[str, int], options: Options) -> str:
     """Why no kernel is made, whatever it would cost; empty where one is."""
     if options.lowering == "off":
         return "the option lowering is off"
+    if 0 in sizes.values():  # for good: Dynamo fixes such lengths
+        return f"there is nothing to compute: {next(name for name, n in sizes.items() if not n)} is 0"
     if (what := foreign(match)) is not None:
         return f"there is no kernel for {what}"
     if any(getattr(torch, match.region.operand(name).dtype).itemsize == 1 for name in match.learned):
