@@ -2,9 +2,9 @@
 
     python examples/bench/small.py [OUT.json] [--names causal,ALiBi] [--lengths 128,512]
 
-Rows: microseconds of a call, and of a training step (forward, backward, gradients taken anew): the median of turns that
-alternate between the peers; of inference also by a CUDA graph, where the host takes no part. Each result is held
-against float64 before it is timed.
+Rows: microseconds of a call, and of a training step (forward, backward): the median of turns that alternate between the
+peers; of inference also by a CUDA graph, where the host takes no part. Each result is held against float64 before it is
+timed.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import statistics
 import time
 from collections.abc import Callable
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,29 +24,12 @@ import triton
 
 import fusecomp
 from fusecomp.bench.cases import Case
-from fusecomp.bench.inputs import Inputs, draw
+from fusecomp.bench.inputs import TOLERANCE, draw, error, exact, run
 from fusecomp.bench.timing import launch
 from fusecomp.bench.variant import VARIANTS, Shape
-from fusecomp.running.verdict import FLOOR, relative
 
 TURNS, CALLS = 9, 100
 NAMES = "full,causal,soft cap,ALiBi,bias,window 256,documents,prefix,sinks"
-
-
-def step_of(case: Case, call: Callable[..., Any], x: Inputs) -> Callable[[], Any]:
-    """One call; of what learns with its gradients, taken anew."""
-
-    def learn() -> tuple[Any, ...]:
-        for t in (x.q, x.k, x.v):
-            t.grad = None
-        call(*x.all).backward(x.grad)
-        return x.q.grad, x.k.grad, x.v.grad
-
-    def infer() -> tuple[Any, ...]:
-        with torch.no_grad():
-            return (call(*x.all),)
-
-    return learn if case.learns else infer
 
 
 def microseconds(step: Callable[[], Any]) -> float:
@@ -64,30 +48,21 @@ def replayed(step: Callable[[], Any]) -> float:
     return microseconds(made.go) / made.count
 
 
-def exact(case: Case, x: Inputs) -> tuple[Any, ...]:
-    own = [t.detach().double().requires_grad_(t.requires_grad) if t.is_floating_point() else t for t in x.all]
-    out = case.variant.fn(*own)
-    return torch.autograd.grad(out, own[:3], x.grad.double()) if case.learns and x.grad is not None else (out,)
-
-
 def measure(case: Case) -> dict[str, Any]:
     """One row."""
     torch._dynamo.reset()
     fusecomp.reset()
     x, fn = draw(case, torch.device("cuda")), case.variant.fn
     calls = {"eager": fn, **{b: torch.compile(fn, backend=b, dynamic=False) for b in ("inductor", "fusecomp")}}
-    steps = {name: step_of(case, call, x) for name, call in calls.items()}
-    best = exact(case, x)
-    errors = {name: max(map(relative_to, step(), best)) for name, step in steps.items()}
-    assert errors["fusecomp"] <= max(4 * errors["eager"], 2 * FLOOR[case.dtype]), errors
-    for step in [*steps.values()] * 3:
-        step()
-    found: dict[str, list[float]] = {name: [] for name in steps}
-    for turn in range(TURNS):
-        for name in list(steps)[:: 1 if turn % 2 else -1]:
-            found[name].append(microseconds(steps[name]))
-    times = {name: round(statistics.median(own), 1) for name, own in found.items()}
-    graphs = {} if case.learns else {name: round(replayed(step), 2) for name, step in steps.items()}
+    steps = {name: run(case, x, partial(call, *x.all)) for name, call in calls.items()}
+    truth = exact(case, x)
+    with torch.set_grad_enabled(case.learns):
+        for name, step in steps.items():
+            assert error(step(), truth) <= TOLERANCE[case.dtype], name
+        for step in [*steps.values()] * 3:
+            step()
+        times = taking_turns(steps)
+        graphs = {} if case.learns else {name: round(replayed(step), 2) for name, step in steps.items()}
     return {
         "case": case.name, "train": case.learns, "us": times, "graph_us": graphs,
         "over_best_peer": round(times["fusecomp"] / min(times["eager"], times["inductor"]), 3),
@@ -95,8 +70,13 @@ def measure(case: Case) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def relative_to(got: Any, best: Any) -> float:
-    return relative(got.double(), best)
+def taking_turns(steps: dict[str, Callable[[], Any]]) -> dict[str, float]:
+    """Microseconds of each."""
+    found: dict[str, list[float]] = {name: [] for name in steps}
+    for turn in range(TURNS):
+        for name in list(steps)[:: 1 if turn % 2 else -1]:
+            found[name].append(microseconds(steps[name]))
+    return {name: round(statistics.median(own), 1) for name, own in found.items()}
 
 
 def main() -> None:

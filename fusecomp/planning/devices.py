@@ -9,7 +9,7 @@ FMA a clock: its table of arithmetic throughput (16, and 64 or 128 results).
 
 from __future__ import annotations
 
-from fusecomp.planning.device import Device
+from fusecomp.planning.accelerator import Device
 
 KB, MB, GB = 1024, 1024**2, 1024**3
 TERA = 1e12
