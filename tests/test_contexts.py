@@ -91,6 +91,19 @@ def test_empty_and_single_lengths(shape: tuple[int, int, int]) -> None:
         torch.testing.assert_close(compiled(causal, dynamic)(*args), causal(*args), equal_nan=True)
 
 
+def capped(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return scores(q, k).tanh().softmax(-1) @ v
+
+
+@pytest.mark.parametrize("shape", [(0, 13, 21), (2, 0, 21), (2, 13, 0)])
+def test_attention_of_nothing_needs_no_kernel(shape: tuple[int, int, int], caplog: pytest.LogCaptureFixture) -> None:
+    args = draw(*shape[1:], batch=shape[0])
+    found = explain(capped, *args, options={"lowering": "triton", "strict": True})
+    assert found.entries[0].status == "declined"
+    assert "there is nothing to compute" in found.entries[0].reason
+    assert not [r for r in caplog.records if r.levelname == "WARNING" and r.name.startswith("fusecomp")]
+
+
 # ----------------------------------------------------------------------------------------------------------------
 # Options
 
