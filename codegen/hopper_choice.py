@@ -19,8 +19,9 @@ from fusecomp.planning.hopper import hopper_cost
 from fusecomp.planning.plan import plan
 from fusecomp.planning.tile import TilePlan
 
-AT_MOST = 1.0
-"""Of the time that is predicted for the portable kernel, what this one may be predicted to take."""
+AT_MOST = 0.9
+"""Of the time that is predicted for the portable kernel, what this one may be predicted to take: short launches of that
+are over sooner than predicted (hopper_h200.json)."""
 LEAST_BUFFERS = 2
 """Tiles in shared memory of what the score reads for each pair. With two a bias of each head (B 4, H 16, N 4096, D 64)
 takes 0.78 ms where the portable kernel takes 0.99 (probes_h200.json); one is not ready when it is needed."""
