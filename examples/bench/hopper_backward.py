@@ -64,8 +64,10 @@ class Case:
 CASES = [
     Case("causal D128", 128, portable=True), Case("causal D64", 64, portable=True), Case("full D128", 128, False),
     Case("full D64", 64, False), Case("soft cap D64", 64, cap=30.0), Case("soft cap D128", 128, cap=30.0),
-    Case("causal D128 N16384", 128, b=1, n=16384), Case("causal D64 N1024", 64, n=1024),
-    Case("causal D128 N1024", 128, n=1024), Case("causal D128 H32/8", 128, b=2, h=32, group=4),
+    Case("causal D128 N16384", 128, b=1, n=16384), Case("causal D64 N1024", 64, n=1024, portable=True),
+    Case("causal D128 N1024", 128, n=1024, portable=True), Case("causal D128 H32/8", 128, b=2, h=32, group=4),
+    *(Case(f"causal D{d} B1 N{n}", d, b=1, n=n, portable=True) for d, n in ((64, 2048), (128, 1024), (128, 2048))),
+    Case("causal D128 B8 N512", 128, b=8, n=512, portable=True),
 ]  # fmt: skip
 
 
