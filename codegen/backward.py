@@ -47,16 +47,15 @@ from fusecomp.codegen.backward_tile import log_sums
 from fusecomp.codegen.document import kernel_name, title
 from fusecomp.codegen.emit import RESERVED, require_free_names
 from fusecomp.codegen.function import Holes, function
+from fusecomp.codegen.functions import called
 from fusecomp.codegen.hopper_functions import IMPORTS
 from fusecomp.codegen.logsumexp import saved
 from fusecomp.codegen.memory import fixed_loads, query_tiles, tile_pointers
-from fusecomp.codegen.philox import IN_TRITON
 from fusecomp.codegen.program import batch_axes, columns, edge_loop, key_range, query_rows, stored_rows, whole_tiles
 from fusecomp.codegen.skeletons import fill
 from fusecomp.codegen.source import KernelSource, check
 from fusecomp.codegen.table import full_tiles, table_row
 from fusecomp.errors import KernelError
-from fusecomp.ir.algebra import draws
 from fusecomp.ir.region import AttentionRegion
 from fusecomp.planning.backward import BackwardPlan, pair_plan
 from fusecomp.planning.tile import TilePlan
@@ -146,9 +145,9 @@ def portable_kernels(
         **{f"{leaf.name}_gradient": pair_gradient(both, leaf) for leaf in leaves},
     }
     frames = {"query_gradient": frame, "key_gradients": other, **dict.fromkeys((x.name for x in leaves), both)}
-    helpers = [IN_TRITON] if draws(frame.region.weight) else []
     params = {kernel: p for kernel, (_, p) in made.items()}
-    functions = [*helpers, *(body for body, _ in made.values()), *table_kernels(frame, other)]
+    bodies = [body for body, _ in made.values()]
+    functions = [*called(frame.region.expressions()), *bodies, *table_kernels(frame, other)]
     return functions, backward_launch(frames, params, fixed), []
 
 

@@ -41,6 +41,8 @@ RULES: dict[str, Partials] = {
     ),
     "sin": lambda f, x: (apply("cos", x),),
     "cos": lambda f, x: (apply("neg", apply("sin", x)),),
+    "asinh": lambda f, x: (apply("rsqrt", apply("add", apply("mul", x, x), ONE)),),
+    "atan": lambda f, x: (_over(ONE, apply("add", apply("mul", x, x), ONE)),),
     "erf": lambda f, x: (times(apply("exp", apply("neg", apply("mul", x, x))), 2.0 / math.sqrt(math.pi)),),
     "floor": lambda f, x: (ZERO,),
     "ceil": lambda f, x: (ZERO,),

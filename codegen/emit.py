@@ -27,10 +27,10 @@ from fusecomp.codegen.descriptors import HELPERS, descriptors
 from fusecomp.codegen.document import document, kernel_name, title
 from fusecomp.codegen.frame import Frame
 from fusecomp.codegen.function import Holes, function
+from fusecomp.codegen.functions import called
 from fusecomp.codegen.launcher import parameters, prefill_launch
 from fusecomp.codegen.logsumexp import combined_lse, rescued_lse, store_lse
 from fusecomp.codegen.memory import fixed_loads, query_tiles, tile_pointers
-from fusecomp.codegen.philox import IN_TRITON
 from fusecomp.codegen.printer import triton_text
 from fusecomp.codegen.program import (
     batch_axes,
@@ -53,7 +53,6 @@ from fusecomp.codegen.source import KernelSource, check, names_read
 from fusecomp.codegen.table import full_tiles, other_tiles, table_kernels, table_row, visits_of
 from fusecomp.codegen.tile import edge_tile, full_tile, rescue, rounded_sum, unseen_below, visit
 from fusecomp.errors import KernelError
-from fusecomp.ir.algebra import draws
 from fusecomp.ir.region import AttentionRegion
 from fusecomp.planning.tile import TilePlan
 
@@ -99,8 +98,7 @@ def kernels_of(frame: Frame, saves_lse: bool) -> tuple[str, list[str]]:
     if frame.plan.consumers:
         return hopper_text.hopper(frame, saves_lse)
     kernels, launcher = (decode if frame.plan.skeleton == "decode" else prefill)(frame, saves_lse)
-    if draws(frame.region.weight):
-        kernels = f"{IN_TRITON.rstrip()}\n\n\n{kernels}"
+    kernels = "\n\n\n".join([*called(frame.region.expressions()), kernels])
     if frame.plan.loads == "descriptor":
         kernels = f"{kernels.rstrip()}\n\n\n{HELPERS.rstrip()}"
     return kernels, launcher

@@ -38,7 +38,7 @@ REGISTERS = {2: (168, 240, 24), 3: (128, 160, 32)}
 """For each number of groups, of a thread at launch; then of one that multiplies, and of one that copies, which hands
 most of its own to the others."""
 HALF = ("bfloat16", "float16")
-UNKNOWN = ("max", "min", "random", "tanh", "sigmoid")
+UNKNOWN = ("max", "min", "random", "tanh", "sigmoid", "asinh", "atan")
 """What Gluon has no function for."""
 
 

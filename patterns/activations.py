@@ -71,6 +71,14 @@ def leaky_relu(x: Expr, slope: Expr | None = None) -> Expr:
     return apply("where", apply("gt", x, const(0.0)), x, apply("mul", x, slope or const(0.01)))
 
 
+def rrelu(x: Expr, low: Expr | None = None, high: Expr | None = None, training: Expr | None = None) -> Expr | None:
+    """x if x > 0 else (low + high) / 2 x; in training the slope is drawn"""
+    if training == const(True):
+        return None
+    total = apply("add", low or const(1 / 8), high or const(1 / 3))
+    return leaky_relu(x, apply("mul", total, const(0.5)))
+
+
 def softshrink(x: Expr, width: Expr | None = None) -> Expr:
     """x moved towards 0 by `width`, and 0 within it"""
     width = width or const(0.5)

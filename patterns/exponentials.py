@@ -33,9 +33,13 @@ def exponential(e: Expr) -> Exponential | None:
         case Apply("abs", (x,)) if (found := exponential(x)) and not found.factors:
             return found
         case Apply("exp", (Apply("log", (x,)),)):
-            return exponential(x)
+            return exponential(x) or Exponential(e.args[0])
         case Apply("exp", (a,)):
             return Exponential(a)
+        case Apply("pow", (x, Const(float() as n))) if n > 0:
+            return raised(exponential(x), n)
+        case Apply("sqrt", (x,)):
+            return raised(exponential(x), 0.5)
         case Apply("mul", (x, y)):
             left, right = exponential(x), exponential(y)
             if left and right:
@@ -48,6 +52,12 @@ def exponential(e: Expr) -> Exponential | None:
         case Apply("where", (c, Const(0 | 0.0), x)):
             return chosen(exponential(x), apply("not", c))
     return None
+
+
+def raised(e: Exponential | None, n: float) -> Exponential | None:
+    """(u exp(a))^n"""
+    factors = tuple(f if is_choice(f) else apply("pow", f, const(n)) for f in e.factors) if e else ()
+    return e and Exponential(apply("mul", e.a, const(n)), factors, e.masked_by)
 
 
 def with_factor(e: Exponential | None, w: Expr) -> Exponential | None:

@@ -58,7 +58,9 @@ def join(module: GraphModule) -> Iterator[Written]:
 
 
 def summands(node: Node, root: Node) -> list[Node]:
-    """The terms of a sum that nothing else reads."""
+    """The terms of a sum that nothing else reads. Python's sum() begins with 0."""
+    if op_name(node) in ADDS and node.args[1:] == (0,) and not node.kwargs and len(node.users) == 1:
+        return summands(node.args[0], root)  # type: ignore[arg-type]
     plain = len(node.args) == 2 and not node.kwargs and all(map(is_tensor, node.args))
     if op_name(node) in ADDS and plain and (node is root or len(node.users) == 1):
         return [x for a in node.args for x in summands(a, root)]  # type: ignore[arg-type]

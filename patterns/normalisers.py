@@ -67,6 +67,8 @@ def settled(guard: Guard, extras: list[Expr], row: Row) -> tuple[list[Expr], str
     if guard.from_zero and (empty is None or extras):
         raise Decline("the normaliser is kept from 0, and whether a row that sees no key gives 0 depends on its scores",
                       advice="fill the exponentials with 0 where the scores are filled")  # fmt: skip
+    if any(number_of(x) == INF for x in extras):
+        raise Decline("the normaliser adds infinity: no weight is above 0", advice="add a finite number")
     numbers = [c for c in map(number_of, extras) if c is not None] if at_least_one else []
     kept_from_zero = guard.from_zero or (guard.floor or 0.0) > 0 or sum(numbers) > 0
     empty = "zero" if kept_from_zero and empty == "zero" else "nan"

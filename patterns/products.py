@@ -100,12 +100,14 @@ def as_product(lift: Lift, found: Found, load: Load, count: int) -> Pair | None:
     rows = [{"q_idx", "kv_idx"} & set().union(*(variables(i) for i in index)) for index in (left, right)]
     if "kv_idx" in rows[0] and "q_idx" not in rows[0]:
         spec, left, right, rows = spec.swapped(), right, left, rows[::-1]
-    if "kv_idx" in rows[0] or rows[1] != {"kv_idx"}:
+    if "kv_idx" in rows[0] or "kv_idx" not in rows[1]:
         return None
     check_head(int(length), "head size", node)
     place_of = lift.facts.position[node]
     q = operand(lift, spec.left, left, d, place_of)
     k, factor = scaled_keys(lift, spec.right, right, d, place_of)
+    if any("q_idx" in variables(e) for e in (*k.index, factor)):  # heads among the rows may share their keys
+        return None
     return Pair(q, k, d, product_dtype(dtype(node), q.dtype, k.dtype, node), factor)
 
 

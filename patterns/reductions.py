@@ -7,9 +7,11 @@ from typing import Any
 from torch.fx import Node
 
 from fusecomp.graph.facts import dtype, op_name, shape
-from fusecomp.ir.algebra import ONE, apply, const, substitute
+from fusecomp.ir.algebra import ONE, apply, cast, const, substitute
 from fusecomp.ir.expr import Expr, Reduce, Var, parts
 from fusecomp.patterns.lift import Index, Lift, argument, axis, rule
+
+INF = float("inf")
 
 
 def over(lift: Lift, source: Node, dim: Any, index: Index, keepdim: bool) -> tuple[Var, Expr]:
@@ -46,6 +48,15 @@ def amax(lift: Lift, node: Node, index: Index) -> Expr | None:
 def summed(lift: Lift, node: Node, index: Index) -> Expr | None:
     """sum_j x[.., j, ..]"""
     return reduced(lift, node, index, "sum")
+
+
+@rule("mean")
+def mean(lift: Lift, node: Node, index: Index) -> Expr | None:
+    """sum_j x[.., j, ..] / N; of scores that a mask filled with -inf it is no number, and not lifted"""
+    j, e = over(lift, node.args[0], argument(node, 1, "dim"), index, argument(node, 2, "keepdim", False))
+    if not lift.holds_score(e) or const(-INF) in parts(e):
+        return None
+    return apply("div", reduce(lift, node, "sum", j, e), cast(j.size, "float32"))
 
 
 @rule("any")

@@ -107,6 +107,18 @@ def sign(x: Expr) -> Expr:
     return apply("where", apply("gt", x, zero), one, below)
 
 
+def sinc(x: Expr) -> Expr:
+    """sin(pi x) / (pi x), 1 at 0"""
+    turned = apply("mul", real(x), const(math.pi))
+    return apply("where", apply("eq", x, const(0.0)), const(1.0), apply("div", apply("sin", turned), turned))
+
+
+def logit(x: Expr, eps: Expr | None = None) -> Expr:
+    """log(x / (1 - x)), of x between eps and 1 - eps"""
+    x = x if eps is None else clamp(x, eps, apply("sub", const(1.0), eps))
+    return apply("log", apply("div", x, apply("sub", const(1.0), x)))
+
+
 def halved(x: Expr, bits: Expr) -> Expr | None:
     """x >> n = x // 2^n for integers, negative ones too"""
     return _shift("floordiv", x, bits)

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from fusecomp.graph.facts import dtype, is_tensor, number, op_name, value
+from fusecomp.graph.facts import dtype, is_tensor, number, op_name, shape, value
 from fusecomp.ir.algebra import ONE, ZERO, apply, cast, const
 from fusecomp.ir.expr import Apply, Const, Expr, dtype_kind, kind, variables
 from fusecomp.ir.poly import is_natural
@@ -30,12 +30,14 @@ from fusecomp.patterns.scalars import (
     halved,
     larger,
     logaddexp,
+    logit,
     low_bits,
     nan_to_num,
     power,
     real,
     remainder,
     sign,
+    sinc,
     trunc,
 )
 
@@ -68,12 +70,17 @@ POINTWISE: dict[str, Callable[..., Expr | None]] = {
     "erf": arithmetic("erf"), "floor": arithmetic("floor"), "ceil": arithmetic("ceil"),
     "tanh": arithmetic("tanh"), "sigmoid": arithmetic("sigmoid"),
     "special_expit": arithmetic("sigmoid"), "expm1": lambda x: apply("sub", apply("exp", x), const(1.0)),
+    "erfc": lambda x: apply("sub", const(1.0), apply("erf", x)),
+    "asinh": arithmetic("asinh"), "arcsinh": arithmetic("asinh"),
+    "atan": arithmetic("atan"), "arctan": arithmetic("atan"), "sinc": sinc, "special_sinc": sinc,
+    "logit": logit, "special_logit": logit,
+    "hypot": lambda x, y: apply("sqrt", apply("add", apply("mul", x, x), apply("mul", y, y))),
     "sinh": lambda x: apply("mul", apply("sub", apply("exp", x), apply("exp", apply("neg", x))), const(0.5)),
     "cosh": lambda x: apply("mul", apply("add", apply("exp", x), apply("exp", apply("neg", x))), const(0.5)),
     "sign": sign, "sgn": sign, "trunc": trunc, "fix": trunc, "frac": lambda x: apply("sub", x, trunc(x)),
     "relu": act.relu, "silu": lambda x: apply("mul", x, apply("sigmoid", x)), "mish": act.mish,
     "gelu": act.gelu, "elu": act.elu, "selu": act.selu, "celu": act.celu, "leaky_relu": act.leaky_relu,
-    "hardtanh": act.hardtanh, "relu6": lambda x: act.hardtanh(x, const(0.0), const(6.0)),
+    "rrelu": act.rrelu, "hardtanh": act.hardtanh, "relu6": lambda x: act.hardtanh(x, const(0.0), const(6.0)),
     "hardsigmoid": act.hardsigmoid, "hardswish": act.hardswish, "threshold": act.threshold,
     "hardshrink": act.hardshrink, "softshrink": act.softshrink, "softplus": act.softplus,
     "log_sigmoid": lambda x: apply("neg", act.softplus(apply("neg", x))),  # type: ignore[arg-type]
@@ -107,6 +114,7 @@ POINTWISE: dict[str, Callable[..., Expr | None]] = {
 COSTLY = {
     "exp", "exp2", "log", "log2", "log1p", "logaddexp", "pow", "sin", "cos", "erf", "tanh", "sigmoid", "silu", "sqrt",
     "rsqrt", "gelu", "elu", "selu", "celu", "mish", "softplus", "log_sigmoid", "special_expit", "expm1", "sinh", "cosh",
+    "asinh", "arcsinh", "atan", "arctan", "erfc", "hypot", "logit", "special_logit", "sinc", "special_sinc",
 }  # fmt: skip
 """Lifted only where the scores are in them: of a bias, they are computed once outside and the result is loaded."""
 
@@ -196,6 +204,15 @@ def added(lift: Lift, node: Node, index: Index) -> Expr:
     return stored(lost or apply(op, a, b), dtype(node))
 
 
+@rule("prelu")
+def prelu(lift: Lift, node: Node, index: Index) -> Expr:
+    """x if x > 0 else w x, with a w for all or for each place in the second axis"""
+    x, weight = (lift.lift(node.args[0], index), node.args[1])
+    one = len(shape(weight)) == 0 or shape(weight) == (ONE,)
+    w = lift.lift(weight, tuple(ZERO if one else index[1] for _ in shape(weight)))
+    return act.leaky_relu(x, w)
+
+
 @rule("max", "min")
 def largest(lift: Lift, node: Node, index: Index) -> Expr | None:
     """max(a, b) of two tensors; max over everything"""
@@ -216,7 +233,8 @@ def casted(lift: Lift, node: Node, index: Index) -> Expr | None:
     """The same value in another dtype. Kernels compute scores in float32, so roundings between float types drop out;
     to a few bits they are meant: scores are not rounded so, and what else is, the graph rounds."""
     e, to = lift.lift(node.args[0], index), dtype(node)
-    coarse = any(v.is_floating_point() and v.dtype.itemsize < BYTES for v in map(value, (node, node.args[0])))
+    tensors = [value(n) for n in (node, node.args[0]) if is_tensor(n)]
+    coarse = any(v.is_floating_point() and v.dtype.itemsize < BYTES for v in tensors)
     if (dtype_kind(to) == "int" or coarse) and lift.holds_score(e):
         raise Decline(f"scores are rounded to {to}", node, "keep them in a floating-point dtype of 16 bits")
     return None if coarse else retyped(e, to)

@@ -151,6 +151,8 @@ def scaled(weights: Weights | None, w: Expr) -> Weights | None:
 
 def normalised(x: Expr, total: Expr, key: Var) -> Weights | None:
     """u exp(a) / total, where total sums u exp(a) over the keys, and perhaps a few entries more."""
+    if (times := multiplied(total, key)) is not None:
+        return scaled(normalised(x, times[0], key), apply("div", const(1.0), times[1]))
     guard, total = guarded(total)
     terms = summands(total)
     sums = [t for t in terms if isinstance(t, Reduce) and t.op == "sum"]
@@ -179,6 +181,18 @@ def normalised(x: Expr, total: Expr, key: Var) -> Weights | None:
     for f in shared[1]:
         factor = apply("mul", factor, f)
     return Weights(scores, sink_of(extras, shift), factor, empty, adrift=not follows_fill(row))
+
+
+def multiplied(total: Expr, key: Var) -> tuple[Expr, Expr] | None:
+    """(total, c) of c total: a mean is a sum over the number of keys"""
+    match total:
+        case Cast(x, dtype) if dtype_kind(dtype) == "float":
+            return multiplied(x, key)
+        case Apply("div", (x, c)) if not reduces(c) and key.name not in variables(c):
+            return x, apply("div", const(1.0), c)
+        case Apply("mul", (x, c)) | Apply("mul", (c, x)) if not reduces(c) and key.name not in variables(c):
+            return x, c
+    return None
 
 
 def cancelled(above: tuple[Expr, ...], below: tuple[Expr, ...]) -> tuple[list[Expr], list[Expr]] | None:

@@ -1,6 +1,7 @@
 """What a program says in one call, written as what it means, so that recognition has one thing to read.
 
     scaled_dot_product_attention(Q, K, V)    softmax(scale Q K^T + mask) V              patterns/sdpa.py
+    einsum(P, V, W), P V + C in one call     (P V) W; P V, and C added                   patterns/chains.py
     p[:n] V + p[n:] W,  p a softmax          p [V; W]                                    patterns/joined.py
     f p / g(sum f p) V,  p a softmax         N / g(D),  [N, D] = f p [V, 1]              patterns/renormalised.py
     (softmax(a) - lam softmax(b)) V          softmax(a) V - lam (softmax(b) V)          patterns/sums.py
@@ -15,6 +16,7 @@ from __future__ import annotations
 from torch.fx import GraphModule
 
 from fusecomp.graph.rewriting import Written
+from fusecomp.patterns.chains import unchain
 from fusecomp.patterns.dropout import seed_dropouts
 from fusecomp.patterns.folding import fold
 from fusecomp.patterns.joined import join
@@ -22,7 +24,7 @@ from fusecomp.patterns.renormalised import renormalise
 from fusecomp.patterns.sdpa import define
 from fusecomp.patterns.sums import distribute
 
-MEANINGS = (define, join, renormalise, distribute, fold, seed_dropouts)
+MEANINGS = (define, unchain, join, renormalise, distribute, fold, seed_dropouts)
 
 
 def write_out(module: GraphModule) -> list[Written]:

@@ -165,7 +165,10 @@ def test_saved_lse(interpreter: Interpreter) -> None:
 # Derivatives and refusals
 
 
-SMOOTH = ["exp", "exp2", "log", "log2", "sqrt", "rsqrt", "sin", "cos", "erf", "tanh", "sigmoid", "abs", "neg"]
+SMOOTH = [
+    "exp", "exp2", "log", "log2", "sqrt", "rsqrt", "sin", "cos", "erf", "tanh", "sigmoid", "asinh", "atan",
+    "abs", "neg",
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("op", SMOOTH)

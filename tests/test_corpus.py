@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from corpus import (
+    calls,
     dense,
     extended,
     families,
@@ -47,7 +48,7 @@ LONG = (
     paged_near_writes, paged_near_served, paged_shared, families,
 )  # fmt: skip
 TABLES = (*LONG, spelled, masked, packed, written, twins, idioms, logsums, extended, functions,
-          normalised)  # fmt: skip
+          normalised, calls)  # fmt: skip
 
 QUICK = {
     "mul_scale", "exp_over_sum", "einsum_bqhd", "k_permuted_straight_equal_axes", "bmm_scaled", "diffusers_baddbmm",

@@ -106,6 +106,9 @@ PRIMITIVES: dict[str, Primitive] = _table(
     ),
     _call("sin", "tl.sin({0})", sfu=1),
     _call("cos", "tl.cos({0})", sfu=1),
+    # Functions of the generated file's own (codegen/functions.py)
+    _call("asinh", "asinh({0})", sfu=2, fma=4),
+    _call("atan", "atan({0})", sfu=1, fma=14),
     _call("erf", "tl.erf({0})", sfu=1, fma=8),
     _call("floor", "tl.floor({0})", sfu=0),
     _call("ceil", "tl.ceil({0})", sfu=0),

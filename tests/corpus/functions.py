@@ -99,6 +99,24 @@ def multiplied_and_added(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 @CASES.fuse()
+def turned(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    s = scores(q, k)
+    return (5 * torch.atan(s / 5) + torch.arctan(3 * s) + torch.asinh(s) + torch.arcsinh(4 * s)).softmax(-1) @ v
+
+
+@CASES.fuse(dtypes=FULL)
+def special_functions(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    s = scores(q, k)
+    total = torch.erfc(s) + torch.hypot(s, torch.ones_like(s)) + torch.sinc(s / 4) + torch.logit(s.sigmoid() * 0.9)
+    return total.softmax(-1) @ v
+
+
+@CASES.fuse(lambda d: [*qkv(d), d(3), d(1)], grad=(0, 1, 2, 3, 4))
+def slope_of_each_head(q: Tensor, k: Tensor, v: Tensor, w: Tensor, one: Tensor) -> Tensor:
+    return (F.prelu(scores(q, k), w) + F.prelu(scores(q, k), one) + F.rrelu(scores(q, k))).softmax(-1) @ v
+
+
+@CASES.fuse()
 def penalty_that_grows_with_the_distance(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     i, j = places(q, k)
     return (scores(q, k) - 0.1 * (i - j).abs().to(q.dtype) ** 1.5).softmax(-1) @ v

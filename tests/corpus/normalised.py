@@ -38,6 +38,25 @@ def lost_in_the_sum_of_those_seen(q: Tensor, k: Tensor, v: Tensor, keep: Tensor)
     return (e / e.sum(-1, keepdim=True).clamp_min(1e-12)) @ v
 
 
+@CASES.fuse()
+def divided_by_the_mean(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    e = scores(q, k).exp()
+    return (e / (e.mean(-1, keepdim=True) * k.shape[-2])) @ v
+
+
+@CASES.fuse()
+def shifted_by_the_mean(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    s = scores(q, k)
+    e = (s - s.mean(-1, keepdim=True)).exp()
+    return (e @ v) / e.mean(-1, keepdim=True)
+
+
+@CASES.fuse()
+def sharpened(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    p = scores(q, k).softmax(-1) ** 1.5
+    return (p / p.sum(-1, keepdim=True)) @ v
+
+
 @CASES.fuse(blind, grad=())
 def masked_by_a_product(q: Tensor, k: Tensor, v: Tensor, keep: Tensor) -> Tensor:
     """exp(s + inf) * 0 is NaN in the row that sees no key."""
@@ -261,3 +280,29 @@ def logarithm_beside_the_largest(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tenso
     m = s.amax(-1, keepdim=True)
     total = (s - m).exp().sum(-1, keepdim=True) + 1
     return ((s - m).exp() / total) @ v, m + total.log()
+
+
+@CASES.decline()
+def divided_by_the_mean_of_the_queries(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    e = scores(q, k).exp()
+    return (e / e.mean(-2, keepdim=True)) @ v
+
+
+@CASES.decline(lambda d: [*qkv(d), d.keep()], "`mean` is not a pointwise function of the scores", grad=())
+def shifted_by_the_mean_of_the_masked(q: Tensor, k: Tensor, v: Tensor, keep: Tensor) -> Tensor:
+    """NaN: the mean is -inf."""
+    s = scores(q, k).masked_fill(~keep, -INF)
+    e = (s - s.mean(-1, keepdim=True)).exp()
+    return (e / e.sum(-1, keepdim=True)) @ v
+
+
+@CASES.decline()
+def raised_to_a_negative_power(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    p = scores(q, k).softmax(-1) ** -1.5
+    return (p / p.sum(-1, keepdim=True)) @ v
+
+
+@CASES.decline(reason="the normaliser adds infinity")
+def infinity_beside_the_exponentials(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    e = scores(q, k).exp()
+    return (e / (e.sum(-1, keepdim=True) + INF)) @ v
