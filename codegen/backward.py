@@ -96,7 +96,7 @@ def emit_backward(
     for a region that has no exact kernel; at the lengths that are `fixed`, if it has one only there."""
     require_free_names(region, RESERVED | OWN)
     plans = (plan.queries, plan.keys, pair_plan(plan.keys))
-    frame, other, both = (GradientFrame(region, p, learned=learned) for p in plans)
+    frame, other, both = (GradientFrame(region, p, learned=learned, fixed=fixed) for p in plans)
     require_gradients(frame, fixed)
     key = backward_key(region, plan, learned)
     name = kernel_name(frame, key).replace("attention_", "attention_backward_", 1)

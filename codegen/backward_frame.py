@@ -55,6 +55,8 @@ class GradientFrame(Frame):
     """The tensors that gradients are wanted of, beside Q, K and V."""
     beside: GradientFrame | None = None
     """Of a pass over the rows that see no key: the frame of the pass over the others."""
+    fixed: tuple[tuple[str, int], ...] = ()
+    """Lengths that never change."""
 
     @cached_property
     def rescue(self) -> GradientFrame | None:
@@ -63,7 +65,7 @@ class GradientFrame(Frame):
         if filled is None:
             return None
         region = replace(self.region, score=filled, keep=(), filled_score=None)
-        return GradientFrame(region, self.plan, True, self.learned, self)
+        return GradientFrame(region, self.plan, True, self.learned, self, self.fixed)
 
     @cached_property
     def raw(self) -> Expr:

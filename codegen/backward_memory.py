@@ -27,8 +27,6 @@ def _key_address(frame: GradientFrame, operand: str, a: Access) -> tuple[Address
     """Where an operand lies, and the tests of the keys that it has, where others lie elsewhere."""
     index, tests = own_keys(frame.key_access(a), frame.kv_idx)
     found = address(operand, index, frame.moving, frozenset({frame.kv_idx.name}))
-    if found.rows:
-        raise KernelError(f"no backward kernel: {a} does not run along the keys in equal steps")
     return found, [f"({triton_text(t, frame.names)})" for t in tests]
 
 
@@ -38,7 +36,8 @@ def _at_keys(frame: GradientFrame, a: Address, stem: str) -> Lines:
 
 
 def _key_offsets(frame: GradientFrame, a: Address, d: Var, c: Chunk) -> str:
-    return sum_text(a.offsets, frame.names.having({frame.kv_idx: "k_row", d: f"{c.d}[None, :]"}), wide=False)
+    offsets = sum_text(a.offsets, frame.names.having({frame.kv_idx: "k_row", d: f"{c.d}[None, :]"}), wide=False)
+    return " + ".join([*([sum_text(a.rows, frame.names, wide=True)] if a.rows else []), offsets])
 
 
 def key_tiles(frame: GradientFrame) -> Lines:

@@ -11,6 +11,7 @@ from __future__ import annotations
 from functools import partial, reduce
 
 from fusecomp.codegen.address import Address, address, at_tile, sum_text
+from fusecomp.codegen.backward_exact import sized, values_of
 from fusecomp.codegen.backward_frame import GradientFrame, Leaf
 from fusecomp.codegen.backward_keys import axis_size, outer
 from fusecomp.codegen.backward_queries import score_gradient
@@ -35,10 +36,10 @@ def walked_axes(region: AttentionRegion, leaf: Leaf) -> tuple[Var, ...]:
     return tuple(v for v in region.batch if v.name not in variables(leaf.load))
 
 
-def whole(region: AttentionRegion, leaf: Leaf) -> bool:
+def whole(frame: GradientFrame, leaf: Leaf) -> bool:
     """Whether each element of the tensor is read at one place of the leaf's axes: an axis of it in each dimension."""
-    shape = region.operand(leaf.load.tensor).shape
-    pairs = list(zip(leaf.load.index, shape, strict=True))
+    known, shape = values_of(frame.fixed), frame.region.operand(leaf.load.tensor).shape
+    pairs = list(zip(sized(leaf.load.index, known), sized(shape, known), strict=True))
     own = [e for e, size in pairs if isinstance(e, Var) and e.size == size]
     rest = [e for e, size in pairs if e == Const(0) and size == Const(1)]
     return len(own) + len(rest) == len(pairs) and len(set(own)) == len(own)
@@ -48,7 +49,7 @@ def direct(frame: GradientFrame, leaf: Leaf) -> bool:
     """Whether a kernel writes the gradient itself: nothing is left to be added up."""
     alone = sum(x.load.tensor == leaf.load.tensor for x in frame.leaves) == 1
     every = frame.along(leaf) == "pairs" and not walked_axes(frame.region, leaf)
-    return alone and every and whole(frame.region, leaf)
+    return alone and every and whole(frame, leaf)
 
 
 def program(frame: GradientFrame, leaf: Leaf) -> Lines:

@@ -38,8 +38,8 @@ def totals(frame: GradientFrame, operand: str) -> Lines:
     leaves = [leaf for leaf in frame.leaves if leaf.load.tensor == operand]
     if direct(frame, leaves[0]):
         return []
-    plain = [_reshaped(frame, leaf) for leaf in leaves if whole(frame.region, leaf)]
-    scattered = [leaf for leaf in leaves if not whole(frame.region, leaf)]
+    plain = [_reshaped(frame, leaf) for leaf in leaves if whole(frame, leaf)]
+    scattered = [leaf for leaf in leaves if not whole(frame, leaf)]
     if not scattered:
         return [f"grad_{operand}.copy_({' + '.join(plain)})"]
     start = " + ".join(plain) or f"torch.zeros({operand}.shape, {FLOATS})"

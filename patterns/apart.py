@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 
 from fusecomp.graph.capture import inline
-from fusecomp.graph.facts import op_name
+from fusecomp.graph.facts import op_name, written_arguments
 from fusecomp.graph.learning import carry
 from fusecomp.patterns.attention import Recogniser
 from fusecomp.patterns.build import Match
@@ -36,7 +36,7 @@ def own_operands(match: Match) -> list[Node]:
         spec = contraction(product)
         assert spec is not None
         sides = (spec.left, spec.right), (spec.right, spec.left)
-        made += [own_operand(product, spec, x, other) for x, other in sides if x not in within]
+        made += [own_operand(product, spec, x, other, match) for x, other in sides if x not in within]
     return [node for node in made if node is not None]
 
 
@@ -53,8 +53,9 @@ def withdraw(own: Iterable[Node]) -> None:
         node.graph.erase_node(node)
 
 
-def own_operand(product: Node, spec: Contraction, x: Node, other: Node) -> Node | None:
-    """A view of one side, of the whole batch, or under the casts and turns that a kernel reads through."""
+def own_operand(product: Node, spec: Contraction, x: Node, other: Node, match: Match) -> Node | None:
+    """A view of one side, of the whole batch, or under the casts and turns that a kernel reads through. It is made
+    where the kernel will run, which may be before the product: where the log-sum-exp is read."""
     readers = {n for n in (product, *inside(product, spec)) if x in n.all_input_nodes}
     if not readers:
         return None
@@ -64,11 +65,25 @@ def own_operand(product: Node, spec: Contraction, x: Node, other: Node) -> Node 
         while exact(x) or op_name(x) in TURNS:
             readers, x = {x}, x.args[0]  # type: ignore[assignment]
         inputs = [x]
-    new = inline(min(readers), expanded, inputs)
+    for node in made_later(inputs, match):
+        match.place.prepend(node)
+    early = readers | {match.place} if all(n < match.place for n in inputs) else readers
+    new = inline(min(early), expanded, inputs)
     carry(x, new)
     for reader in readers:
         replace_first(reader, x, new)
     return new
+
+
+def made_later(inputs: Iterable[Node], match: Match) -> list[Node]:
+    """What a kernel that reads through it would not wait for, in the order of the graph."""
+    found, left = set(), list(inputs)
+    while left:
+        node = left.pop()
+        if node > match.place and node in match.path and node not in found:
+            found.add(node)
+            left += node.all_input_nodes
+    return sorted(found) if not any(map(written_arguments, found)) else []
 
 
 def replace_first(reader: Node, old: Node, new: Node) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from corpus import extended, idioms, masked, packed, spelled
+from corpus import extended, idioms, masked, packed, paged_more, paged_shared, spelled
 from test_corpus import interpret
 from torch import Tensor
 from torch.fx import GraphModule
@@ -21,10 +21,12 @@ from fusecomp.running import lower
 from fusecomp.settings import Options
 
 NAMES = (
-    "swin_shifted", "image_channels", "tiled_heads", "expanded_over_the_batch", "a_second_product_as_bias",
+    "swin_shifted", "tiled_heads", "expanded_over_the_batch", "a_second_product_as_bias",
     "one_value_for_all_keys", "one_key_repeated", "keys_that_are_a_bias_too", "longer_values_count_more",
+    "prefix_of_its_own", "memory_behind", "three_kinds_of_keys", "pages_kept_apart", "exponentials_of_pages",
+    "gated_by_the_logsumexp",
 )  # fmt: skip
-TABLES = (masked, packed, idioms, spelled, extended)
+TABLES = (masked, packed, idioms, spelled, extended, paged_more, paged_shared)
 CASES = [pytest.param(c, id=c.name) for table in TABLES for c in table.CASES if c.name in NAMES]
 
 

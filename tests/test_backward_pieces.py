@@ -99,6 +99,17 @@ def test_other_bounds_stay(e: Expr) -> None:
     assert own_keys((e,), kv_idx) == ((e,), ())
 
 
+def test_keys_in_unequal_steps(interpreter: Interpreter) -> None:
+    """Keys and values in rows of four, which lie apart."""
+    r = attention(score)
+    place = (apply("floordiv", kv_idx, Const(4)), apply("mod", kv_idx, Const(4)))
+    k, v = (replace(o, shape=(B, H, Const(10), Const(4), Const(16))) for o in r.operands[1:])
+    keys, values = Access("k", (b, h, *place, r.products[0].d)), Access("v", (b, h, *place, r.dv))
+    r = replace(r, operands=(r.operands[0], k, v), products=(replace(r.products[0], k=keys),), v=values)
+    apart = [normal(2, 3, 10, 9, 16)[:, :, :, :4] for _ in range(2)]
+    agree(interpreter, r, [qkv(16)[0], *apart], {**SIZES, "N": 40})
+
+
 def test_gradients_are_zero_where_no_key_reads_them(interpreter: Interpreter) -> None:
     """Of a tensor of keys that is longer than what is read of it."""
     region = joined(choice(before, score, HALF), at(0, FIRST - 1), at(0, REST - 3, FIRST))
