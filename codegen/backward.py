@@ -35,6 +35,7 @@ from fusecomp.codegen.backward_skeletons import (
     BACKWARD_MODULE,
     KEY_GRADIENTS,
     PAIR_GRADIENT,
+    PIPELINED_PAIR_GRADIENT,
     QUERY_GRADIENT,
     ROW_PRODUCTS,
     ROW_VALUES,
@@ -261,7 +262,6 @@ def key_gradients(frame: GradientFrame) -> tuple[str, list[str]]:
 
 def pair_gradient(frame: GradientFrame, leaf: Leaf) -> tuple[str, list[str]]:
     """The gradient of what varies with query and key: one program has a tile of it."""
-    walked = pairs.walked_axes(frame.region, leaf)
     holes: dict[str, str | list[str]] = {
         "program": pairs.program(frame, leaf),
         "rows": query_rows(frame),
@@ -272,17 +272,18 @@ def pair_gradient(frame: GradientFrame, leaf: Leaf) -> tuple[str, list[str]]:
         "query": query_tiles(frame, whole=True),
         "values": queries.query_values(frame),
         "pointers": tile_pointers(frame),
-        "key_range": [*key_range(frame), *pairs.hidden(frame)],
-        "begin": pairs.begin(frame),
-        "end": pairs.end(frame),
         "tile": pairs.tile(frame, leaf),
-        "rescue": pairs.rescue(frame, leaf),
         "store": pairs.store(frame, leaf),
     }
-    if not walked:
-        return finished(frame, PAIR_GRADIENT, f"{leaf.name}_gradient", holes)
-    holes["members"] = pairs.members(frame, leaf)
-    return finished(frame, SHARED_PAIR_GRADIENT, f"{leaf.name}_gradient", holes)
+    name = f"{leaf.name}_gradient"
+    if pairs.pipelined(frame, leaf):
+        holes |= {"bounds": pairs.bounds(frame, leaf), "last": pairs.last(frame, leaf)}
+        return finished(frame, PIPELINED_PAIR_GRADIENT, name, holes | {"key_range": pairs.own_range(frame, leaf)})
+    holes |= {"key_range": [*key_range(frame), *pairs.hidden(frame)], "rescue": pairs.rescue(frame, leaf)}
+    holes |= {"begin": pairs.begin(frame), "end": pairs.end(frame)}
+    if not pairs.walked_axes(frame.region, leaf):
+        return finished(frame, PAIR_GRADIENT, name, holes)
+    return finished(frame, SHARED_PAIR_GRADIENT, name, holes | {"members": pairs.members(frame, leaf)})
 
 
 def finished(frame: GradientFrame, skeleton: str, name: str, holes: Holes) -> tuple[str, list[str]]:

@@ -8,6 +8,7 @@ host then adds up: nothing is added atomically, and the result is the same every
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial, reduce
 
 from fusecomp.codegen.address import Address, address, at_tile, sum_text
@@ -18,9 +19,10 @@ from fusecomp.codegen.backward_queries import score_gradient
 from fusecomp.codegen.backward_tile import leaf_gradient, log_sums, rounded, scaled_by, seldom
 from fusecomp.codegen.memory import element_loads, row_base
 from fusecomp.codegen.printer import triton_text
+from fusecomp.codegen.program import key_range
 from fusecomp.codegen.tile import indented, places
 from fusecomp.ir.algebra import apply
-from fusecomp.ir.expr import Const, Expr, Var, variables
+from fusecomp.ir.expr import Const, Expr, Load, Var, parts, variables
 from fusecomp.ir.region import AttentionRegion
 
 Lines = list[str]
@@ -84,6 +86,36 @@ def member(frame: GradientFrame, leaf: Leaf) -> Lines:
         lines.append(f"{v.name} = {left} % {extent}" if place else f"{v.name} = {left}")
         left = f"{left} // {extent}"
     return [*lines, f"outer = {outer(frame)}"]
+
+
+def pipelined(frame: GradientFrame, leaf: Leaf) -> bool:
+    """Whether a member is visited in one step: nothing that it reads says that it need not be."""
+    reads = any(isinstance(x, Load) for term in frame.reach.loose for x in parts(term))
+    return bool(walked_axes(frame.region, leaf)) and frame.rescue is None and not reads
+
+
+def common(frame: GradientFrame, leaf: Leaf) -> GradientFrame:
+    """The frame under those terms of the mask that are the same for all members."""
+    axes = {v.name for v in walked_axes(frame.region, leaf)}
+    keep = [t for t in frame.region.keep
+            if not variables(t) & axes and not any(isinstance(x, Load) for x in parts(t))]  # fmt: skip
+    return replace(frame, region=replace(frame.region, keep=tuple(keep)))
+
+
+def bounds(frame: GradientFrame, leaf: Leaf) -> Lines:
+    """Which members a tile visits: none where it lies outside of the bounds that they share."""
+    shared, every = common(frame, leaf), members(frame, leaf)
+    lines = ["k_start = k_first", *key_range(shared)]
+    return [*lines, f"last = tl.where({begin(shared)} < {_end(shared)}, {every}, 0)"] if shared.region.keep else lines
+
+
+def last(frame: GradientFrame, leaf: Leaf) -> str:
+    return "last" if common(frame, leaf).region.keep else members(frame, leaf)
+
+
+def own_range(frame: GradientFrame, leaf: Leaf) -> Lines:
+    """Where the keys of one member end."""
+    return key_range(frame) if common(frame, leaf).region.keep != frame.region.keep else []
 
 
 def begin(frame: GradientFrame) -> str:

@@ -175,6 +175,26 @@ SHARED_KEY_GRADIENTS = (
     + "    «store»\n"
 )
 
+PIPELINED_PAIR_GRADIENT = (
+    _PAIRS_HEAD
+    + """\
+    «bounds»
+    for member in range(split, «last», splits):
+        «member»
+        «fixed»
+
+        «query»
+        «values»
+        «pointers»
+
+        «key_range»
+        «tile»
+
+    «store»
+"""
+)
+"""Each member is one step of the loop, so that the tiles of the next are fetched meanwhile."""
+
 PAIR_GRADIENT = _PAIRS_HEAD + _PAIRS + "    «store»\n"
 
 SHARED_PAIR_GRADIENT = (

@@ -28,9 +28,20 @@ def axes(frame: GradientFrame, leaf: Leaf) -> tuple[Var, ...]:
 
 
 def memory(frame: GradientFrame, leaf: Leaf, parts: str = "") -> Lines:
-    """load0_sums = torch.empty(...)."""
+    """load0_sums = torch.empty(...), or the gradient itself where one part is all of it."""
     sizes = ", ".join([*([parts] if parts else []), *(axis_size(frame, v) for v in axes(frame, leaf))])
-    return [f"{leaf.name}_sums = torch.empty({sizes}, {FLOATS})"]
+    made, name = f"{leaf.name}_sums = torch.empty({sizes}, {FLOATS})", leaf.load.tensor
+    if not (parts and like_its_sums(frame, leaf)):
+        return [made]
+    alone = f"if {parts} == 1 and grad_{name}.is_contiguous():"
+    return [alone, f"    {leaf.name}_sums = grad_{name}", "else:", f"    {made}"]
+
+
+def like_its_sums(frame: GradientFrame, leaf: Leaf) -> bool:
+    """Whether one part of the sums has the elements of the tensor, in their order."""
+    alone = sum(x.load.tensor == leaf.load.tensor for x in frame.leaves) == 1
+    order = [e for e in leaf.load.index if isinstance(e, Var)]
+    return alone and whole(frame, leaf) and frame.along(leaf) == "pairs" and order == list(axes(frame, leaf))
 
 
 def totals(frame: GradientFrame, operand: str) -> Lines:
@@ -41,7 +52,10 @@ def totals(frame: GradientFrame, operand: str) -> Lines:
     plain = [_reshaped(frame, leaf) for leaf in leaves if whole(frame, leaf)]
     scattered = [leaf for leaf in leaves if not whole(frame, leaf)]
     if not scattered:
-        return [f"grad_{operand}.copy_({' + '.join(plain)})"]
+        total = f"grad_{operand}.copy_({' + '.join(plain)})"
+        if like_its_sums(frame, leaves[0]):
+            return [f"if {leaves[0].name}_sums is not grad_{operand}:", f"    {total}"]
+        return [total]
     start = " + ".join(plain) or f"torch.zeros({operand}.shape, {FLOATS})"
     return [
         f"total = {start}",

@@ -256,3 +256,32 @@ def test_tiles_of_a_bias_that_data_hides(interpreter: Interpreter) -> None:
     text = emit_backward(region, small(region), frozenset({"load0"})).text
     assert "range(k_first, k_last, BLOCK_N)" in text
     assert "k_first, k_last" not in emit_backward(REGIONS["bias"], small(REGIONS["bias"]), frozenset({"load0"})).text
+
+
+FIXED = tuple(SIZES.items())
+
+
+def test_known_lengths_need_no_scatter(interpreter: Interpreter) -> None:
+    """A tensor's lengths are numbers where a graph's are: each of its elements is read once all the same."""
+    region = biased(0, h, q_idx, kv_idx, shape=(1, 3, 23, 37))
+    assert "index_put_" in emit_backward(region, small(region), frozenset({"load0"})).text
+    source = emit_backward(region, small(region), frozenset({"load0"}), FIXED)
+    assert "index_put_" not in source.text
+    agree(interpreter, region, inputs_of(region, SIZES), SIZES, learn=("load0",), fixed=FIXED)
+
+
+@pytest.mark.parametrize("keep", [(), window, (apply("lt", kv_idx, load(1, b, dtype="int64")), causal)],
+                         ids=["all", "window", "lengths"])  # fmt: skip
+def test_a_bias_of_all_requests_is_summed_in_one_loop(
+    interpreter: Interpreter, keep: tuple[Expr, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(backward_launcher, "PROGRAMS", 1)
+    s = apply("add", scaled_score, load(0, h, q_idx, kv_idx))
+    region = attention(s, *keep, loads=[((H, M, N), FLOAT), ((B,), "int64")], empty_row="zero")
+    region = region if len(keep) == 2 and keep is not window else attention(s, *keep, loads=[((H, M, N), FLOAT)])
+    text = emit_backward(region, small(region), frozenset({"load0"})).text
+    loop = text[text.index("for member in range(") :]
+    assert "for k_start" not in loop[: loop.index("tl.store")]
+    args = inputs_of(region, SIZES)
+    args[4:] = [torch.tensor([11, 37])] * bool(args[4:])
+    agree(interpreter, region, args, SIZES, learn=("load0",))

@@ -279,6 +279,8 @@ def load0_gradient(
 
     load0_sum = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
 
+    k_start = k_first
+    k_end = N
     for member in range(split, B, splits):
         b = tl.cast(member, tl.int64)
         outer = b
@@ -299,27 +301,25 @@ def load0_gradient(
         load0_tile_base = load0_ptr + q_start * tl.cast(load0_stride_0, tl.int64)
         load0_tile_offsets = n[None, :] * load0_stride_1 + q_row * load0_stride_0
 
-        k_end = N
-        for k_start in range(k_first, tl.minimum(k_first + BLOCK_N, k_end), BLOCK_N):
-            key = tl.cast(k_start, tl.int64)
-            kv = k_start + n
-            live = kv < k_end
-            k_tile = tl.load(k_base + key * k_stride_1 + k_offsets, mask=live[None, :], other=0.0)  # [64, BLOCK_N]
-            score = tl.dot(q_tile, k_tile)  # [BLOCK_M, BLOCK_N]
+        key = tl.cast(k_start, tl.int64)
+        kv = k_start + n
+        live = kv < k_end
+        k_tile = tl.load(k_base + key * k_stride_1 + k_offsets, mask=live[None, :], other=0.0)  # [64, BLOCK_N]
+        score = tl.dot(q_tile, k_tile)  # [BLOCK_M, BLOCK_N]
 
-            load0_tile = tl.load(
-                load0_tile_base + key * load0_stride_1 + load0_tile_offsets,
-                mask=live[None, :],
-                other=0,
-            ).to(tl.float32)
-            logit = score * 0.125 + load0_tile
-            logit = tl.where(live[None, :], logit, float("-inf"))
-            p = tl.exp2((logit - lse) * LOG2E - log_sum)
+        load0_tile = tl.load(
+            load0_tile_base + key * load0_stride_1 + load0_tile_offsets,
+            mask=live[None, :],
+            other=0,
+        ).to(tl.float32)
+        logit = score * 0.125 + load0_tile
+        logit = tl.where(live[None, :], logit, float("-inf"))
+        p = tl.exp2((logit - lse) * LOG2E - log_sum)
 
-            v_tile = tl.load(v_base + key * v_stride_1 + v_offsets, mask=live[:, None], other=0.0)  # [BLOCK_N, 64]
-            d_p = tl.dot(do_tile, tl.trans(v_tile))  # [BLOCK_M, BLOCK_N]
-            d_logit = p * (d_p - delta)
-            load0_sum += d_logit
+        v_tile = tl.load(v_base + key * v_stride_1 + v_offsets, mask=live[:, None], other=0.0)  # [BLOCK_N, 64]
+        d_p = tl.dot(do_tile, tl.trans(v_tile))  # [BLOCK_M, BLOCK_N]
+        d_logit = p * (d_p - delta)
+        load0_sum += d_logit
 
     tl.store(
         load0_sums_ptr + (unit * M + q_start + q_row) * N + k_first + n[None, :],
@@ -366,13 +366,17 @@ def launch(grads, out, grad_out, lse, tensors, sizes):
         )
     if grad_load0 is not None:
         splits = min(B, -(-512 // (-(-M // 64) * -(-N // 64))))
-        load0_sums = torch.empty(splits, M, N, dtype=torch.float32, device=grad_out.device)
+        if splits == 1 and grad_load0.is_contiguous():
+            load0_sums = grad_load0
+        else:
+            load0_sums = torch.empty(splits, M, N, dtype=torch.float32, device=grad_out.device)
         load0_gradient[(splits * -(-M // 64) * -(-N // 64),)](
             grad_out, q, k, v, load0, lse, delta, load0_sums, *grad_out.stride(), *q.stride(),
             *k.stride(), *v.stride(), *load0.stride(), B, M, N, splits, BLOCK_M=64, BLOCK_N=64,
             num_warps=8, num_stages=1,
         )
-        grad_load0.copy_(load0_sums.sum((0,)).reshape(load0.shape))
+        if load0_sums is not grad_load0:
+            grad_load0.copy_(load0_sums.sum((0,)).reshape(load0.shape))
 
 
 def reference(tensors, sizes):
