@@ -23,8 +23,8 @@ from fusecomp.settings import Options
 NAMES = (
     "swin_shifted", "tiled_heads", "expanded_over_the_batch", "a_second_product_as_bias",
     "one_value_for_all_keys", "one_key_repeated", "keys_that_are_a_bias_too", "longer_values_count_more",
-    "prefix_of_its_own", "memory_behind", "three_kinds_of_keys", "pages_kept_apart", "exponentials_of_pages",
-    "gated_by_the_logsumexp",
+    "prefix_of_its_own", "memory_behind", "three_kinds_of_keys", "pages_kept_apart",
+    "pages_kept_apart_in_the_scores", "exponentials_of_pages", "gated_by_the_logsumexp",
 )  # fmt: skip
 TABLES = (masked, packed, idioms, spelled, extended, paged_more, paged_shared)
 CASES = [pytest.param(c, id=c.name) for table in TABLES for c in table.CASES if c.name in NAMES]
