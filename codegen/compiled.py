@@ -29,7 +29,7 @@ POINTERS = {
     "float16": "*fp16", "bfloat16": "*bf16", "float32": "*fp32", "float64": "*fp64",
     "float8_e4m3fn": "*fp8e4nv", "float8_e5m2": "*fp8e5",
 }  # fmt: skip
-SCRATCH = {"first": "int32", "counter": "int32", "shares": "int32", "tiles": "int32", "states": "int8"}
+SCRATCH = {"counter": "int32", "tiles": "int32", "states": "int8"}
 """What kernels hand each other; the rest of it is float32."""
 Arch = int | str
 

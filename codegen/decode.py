@@ -114,8 +114,6 @@ def decode_launch(frame: Frame, kernels: dict[str, list[str]], saves_lse: bool =
         f"part_acc = torch.empty(grid * BLOCK_M.value * {width(frame)}, {scratch})",
         f"part_max = torch.empty(grid * BLOCK_M.value, {scratch})",
         "part_sum = torch.empty_like(part_max)",
-        "first = torch.empty(requests * units, dtype=torch.int32, device=out.device)",
-        "shares = torch.empty_like(first)",
         *maxima,
         *call("attention", "grid", kernels["attention"], frame, 0, *held(frame)),
         *call("combine", f"requests * units, {rows}, {columns}", kernels["combine"], frame, 1, *early(frame)),

@@ -168,6 +168,8 @@ def decode(frame: Frame, saves_lse: bool = False) -> tuple[str, list[str]]:
             "program": row_of_output(frame),
             "length": triton_text(frame.q_idx.size, frame.names),
             "width": str(width(frame)),
+            "share": share(frame, taken),
+            "range": taken,
             "previous_kernel": overlap(frame, PREVIOUS),
             "weight": frame.exponent.exp("part_max - pivot"),
             "rescale": frame.exponent.exp("row_max - pivot"),

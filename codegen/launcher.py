@@ -27,8 +27,7 @@ def parameters(frame: Frame, read: Iterable[str]) -> list[str]:
     ranks = ranks_of(frame)
     pointers = [f"{t}_ptr" for t in (*ranks, "tiles", "states")]
     strides = [f"{t}_stride_{i}" for t, rank in ranks.items() for i in range(rank)]
-    scratch = ["lse_ptr", "part_acc_ptr", "part_max_ptr", "part_sum_ptr", "first_ptr", "shares_ptr",
-               "maxima_ptr"]  # fmt: skip
+    scratch = ["lse_ptr", "part_acc_ptr", "part_max_ptr", "part_sum_ptr", "maxima_ptr"]
     return [p for p in (*pointers, *scratch, *strides, *SCHEDULED, *frame.region.sizes) if p in names]
 
 

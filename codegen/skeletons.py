@@ -100,10 +100,7 @@ def «name»(
     «edge_loop»
         «edge_tile»
 
-    # Unnormalised, with what `combine` needs: of each unit, its first program and how many follow at a step of `units`
-    unit = request * units + free
-    tl.store(first_ptr + unit, program, mask=split == 0)
-    tl.store(shares_ptr + unit, shares, mask=split == 0)
+    # Unnormalised: `combine` knows which programs have the shares of a request
     part = tl.cast(program, tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)[:, None]
     inside = «stored_rows»
     tl.store(part_max_ptr + part, row_max[:, None], mask=inside)
@@ -125,15 +122,15 @@ def «name»(
         return
     dv = tl.program_id(2) * COLUMNS + tl.arange(0, COLUMNS)
 
+    share = «share»
+    first, shares = shares_of(request, requests, units, share«range»)
     «previous_kernel»
-    first = tl.load(first_ptr + unit)
-    shares = tl.load(shares_ptr + unit)
     row_max = tl.full([1], float("-inf"), tl.float32)
     row_sum = tl.zeros([1], tl.float32)
     acc = tl.zeros([COLUMNS], tl.float32)
     for split in range(0, shares, SPLITS):
         splits = split + tl.arange(0, SPLITS)
-        part = tl.cast(first + splits * units, tl.int64) * BLOCK_M + row
+        part = tl.cast(first + splits * units + free, tl.int64) * BLOCK_M + row
         part_max = tl.load(part_max_ptr + part, mask=splits < shares, other=float("-inf"))
         part_sum = tl.load(part_sum_ptr + part, mask=splits < shares, other=0.0)
         part_acc = tl.load(  # [SPLITS, COLUMNS]
@@ -211,6 +208,18 @@ def place_of(program, requests, units, share«range»):
         first = tl.maximum(first, tl.max(tl.where(before, ends, 0), axis=0))
         total += tl.sum(shares * units, axis=0)
     return request, program - first
+
+
+@triton.jit
+def shares_of(request, requests, units, share«range»):
+    \"\"\"(its first program, how many shares) of a request: `place_of` turned round.\"\"\"
+    first, own = 0, 0
+    for start in range(0, requests, REQUESTS):
+        others = start + tl.arange(0, REQUESTS)
+        shares = tl.cdiv(tiles_of(others, requests«range»), share)
+        first += tl.sum(tl.where(others < request, shares, 0), axis=0) * units
+        own += tl.sum(tl.where(others == request, shares, 0), axis=0)
+    return first, own
 """
 
 BALANCED = """\

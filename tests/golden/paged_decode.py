@@ -70,6 +70,18 @@ def place_of(program, requests, units, share, lengths_ptr, lengths_stride_0, N):
 
 
 @triton.jit
+def shares_of(request, requests, units, share, lengths_ptr, lengths_stride_0, N):
+    """(its first program, how many shares) of a request: `place_of` turned round."""
+    first, own = 0, 0
+    for start in range(0, requests, REQUESTS):
+        others = start + tl.arange(0, REQUESTS)
+        shares = tl.cdiv(tiles_of(others, requests, lengths_ptr, lengths_stride_0, N), share)
+        first += tl.sum(tl.where(others < request, shares, 0), axis=0) * units
+        own += tl.sum(tl.where(others == request, shares, 0), axis=0)
+    return first, own
+
+
+@triton.jit
 def share_of(requests, units, programs, lengths_ptr, lengths_stride_0, N):
     """Tiles of a share, such that all the work makes about as many shares as `programs`."""
     tiles = 0
@@ -84,10 +96,10 @@ def share_of(requests, units, programs, lengths_ptr, lengths_stride_0, N):
 @triton.jit(do_not_specialize=["requests", "units", "programs", "M", "N"])
 def attention(
     q_ptr, k_pool_ptr, v_pool_ptr, table_ptr, lengths_ptr, part_acc_ptr, part_max_ptr, part_sum_ptr,
-    first_ptr, shares_ptr, q_stride_0, q_stride_1, q_stride_2, q_stride_3, k_pool_stride_0,
-    k_pool_stride_1, k_pool_stride_2, k_pool_stride_3, v_pool_stride_0, v_pool_stride_1,
-    v_pool_stride_2, v_pool_stride_3, table_stride_0, table_stride_1, lengths_stride_0, requests,
-    units, programs, M, N,
+    q_stride_0, q_stride_1, q_stride_2, q_stride_3, k_pool_stride_0, k_pool_stride_1,
+    k_pool_stride_2, k_pool_stride_3, v_pool_stride_0, v_pool_stride_1, v_pool_stride_2,
+    v_pool_stride_3, table_stride_0, table_stride_1, lengths_stride_0, requests, units, programs, M,
+    N,
 ):
     # Which share of which request; the grid has room for a few more than there are
     program = tl.program_id(0)
@@ -184,10 +196,7 @@ def attention(
         v_tile = tl.load(v_base + v_rows[:, None] + v_offsets, mask=live[:, None], other=0.0)  # [BLOCK_N, 128]
         acc = tl.dot(p.to(tl.bfloat16), v_tile, acc * rescale[:, None])
 
-    # Unnormalised, with what `combine` needs: of each unit, its first program and how many follow at a step of `units`
-    unit = request * units + free
-    tl.store(first_ptr + unit, program, mask=split == 0)
-    tl.store(shares_ptr + unit, shares, mask=split == 0)
+    # Unnormalised: `combine` knows which programs have the shares of a request
     part = tl.cast(program, tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)[:, None]
     inside = row < tl.minimum(Q_ROWS, M - q_start)
     tl.store(part_max_ptr + part, row_max[:, None], mask=inside)
@@ -195,10 +204,10 @@ def attention(
     tl.store(part_acc_ptr + part * 128 + dv[None, :], acc, mask=inside)
 
 
-@triton.jit(do_not_specialize=["units", "M"])
+@triton.jit(do_not_specialize=["requests", "units", "programs", "M", "N"])
 def combine(
-    out_ptr, part_acc_ptr, part_max_ptr, part_sum_ptr, first_ptr, shares_ptr, out_stride_0,
-    out_stride_1, out_stride_2, out_stride_3, units, M,
+    out_ptr, lengths_ptr, part_acc_ptr, part_max_ptr, part_sum_ptr, out_stride_0, out_stride_1,
+    out_stride_2, out_stride_3, lengths_stride_0, requests, units, programs, M, N,
 ):
     unit = tl.program_id(0)
     row = tl.program_id(1)
@@ -214,14 +223,14 @@ def combine(
         return
     dv = tl.program_id(2) * COLUMNS + tl.arange(0, COLUMNS)
 
-    first = tl.load(first_ptr + unit)
-    shares = tl.load(shares_ptr + unit)
+    share = share_of(requests, units, programs, lengths_ptr, lengths_stride_0, N)
+    first, shares = shares_of(request, requests, units, share, lengths_ptr, lengths_stride_0, N)
     row_max = tl.full([1], float("-inf"), tl.float32)
     row_sum = tl.zeros([1], tl.float32)
     acc = tl.zeros([COLUMNS], tl.float32)
     for split in range(0, shares, SPLITS):
         splits = split + tl.arange(0, SPLITS)
-        part = tl.cast(first + splits * units, tl.int64) * BLOCK_M + row
+        part = tl.cast(first + splits * units + free, tl.int64) * BLOCK_M + row
         part_max = tl.load(part_max_ptr + part, mask=splits < shares, other=float("-inf"))
         part_sum = tl.load(part_sum_ptr + part, mask=splits < shares, other=0.0)
         part_acc = tl.load(  # [SPLITS, COLUMNS]
@@ -266,16 +275,14 @@ def launch(out, tensors, sizes):
     part_acc = torch.empty(grid * BLOCK_M.value * 128, dtype=torch.float32, device=out.device)
     part_max = torch.empty(grid * BLOCK_M.value, dtype=torch.float32, device=out.device)
     part_sum = torch.empty_like(part_max)
-    first = torch.empty(requests * units, dtype=torch.int32, device=out.device)
-    shares = torch.empty_like(first)
     attention[(grid,)](
-        q, k_pool, v_pool, table, lengths, part_acc, part_max, part_sum, first, shares, *q.stride(),
+        q, k_pool, v_pool, table, lengths, part_acc, part_max, part_sum, *q.stride(),
         *k_pool.stride(), *v_pool.stride(), *table.stride(), lengths.stride(0), requests, units,
         programs, M, N, num_warps=4, num_stages=2,
     )
     combine[(requests * units, min(M, Q_ROWS.value) * PACK.value, 2,)](
-        out, part_acc, part_max, part_sum, first, shares, *out.stride(), units, M, num_warps=1,
-        num_stages=2,
+        out, lengths, part_acc, part_max, part_sum, *out.stride(), lengths.stride(0), requests,
+        units, programs, M, N, num_warps=1, num_stages=2,
     )
 
 
