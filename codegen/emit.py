@@ -30,7 +30,7 @@ from fusecomp.codegen.function import Holes, function
 from fusecomp.codegen.functions import called
 from fusecomp.codegen.launcher import parameters, prefill_launch
 from fusecomp.codegen.logsumexp import combined_lse, rescued_lse, store_lse
-from fusecomp.codegen.memory import fixed_loads, query_tiles, tile_pointers
+from fusecomp.codegen.memory import first_rows, fixed_loads, query_tiles, tile_pointers
 from fusecomp.codegen.printer import triton_text
 from fusecomp.codegen.program import (
     batch_axes,
@@ -157,7 +157,7 @@ def decode(frame: Frame, saves_lse: bool = False) -> tuple[str, list[str]]:
     begin = state(frame) if frame.sink is None else first_share(state(frame))
     holes: dict[str, str | list[str]] = {**common(frame), "program": decoded(frame), "state": begin}
     holes |= {"share": share(frame, taken), "range": taken, "next_kernel": overlap(frame, NEXT)}
-    holes |= {"stored_rows": stored_rows(frame), "store_parts": store_parts(frame)}
+    holes |= {"stored_rows": stored_rows(frame), "store_parts": store_parts(frame), "first_rows": first_rows(frame)}
     holes |= {"key_range": reach_of("request", frame, taken), "full_range": [*last_query(frame), *full_range(frame)]}
     attention, params = finished(frame, DECODE, "attention", holes)
     combine, combine_params = finished(

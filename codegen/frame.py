@@ -240,6 +240,11 @@ class Frame:
         return "k_begin" if begins else "0"
 
     @property
+    def looks_ahead(self) -> bool:
+        """Whether a tile looks up where the keys of the next one lie: a decoding program has few of them, and waits."""
+        return bool(self.addressed.tiles) and self.plan.skeleton == "decode"
+
+    @property
     def stages(self) -> int:
         """Of the compiler's pipeline. A load whose address is loaded itself waits a stage for it: as many buffers of K
         and V as the plan means take nearly twice the stages. In decoding the neighbours fill the wait."""

@@ -149,26 +149,56 @@ def key_names(frame: Frame) -> Names:
     return frame.names.having({frame.kv_idx: "kv", **{x: x.tensor for x in looked_up(frame).values()}})
 
 
-def tile_start(frame: Frame, a: Address) -> Lines:
+def tile_start(frame: Frame, a: Address, names: Names) -> Lines:
     """Where a tile of keys begins: nothing, or a number."""
     found = at_tile(a.start, {frame.kv_idx: KEY})
-    return [sum_text(found, key_names(frame), True, frame.batch_names | {KEY.name})] if found else []
+    return [sum_text(found, names, True, frame.batch_names | {KEY.name})] if found else []
 
 
 def row_loads(frame: Frame, edge: bool) -> Lines:
     """What the addresses of K and V look up for a tile of keys: table_rows [BLOCK_N]."""
-    names, lines = key_names(frame), []
+    return _looked_up(frame, "", key_names(frame), ", mask=live, other=0" if edge else "")
+
+
+def first_rows(frame: Frame) -> Lines:
+    """The same for the first tile of a loop that looks up where the keys of the next tile lie."""
+    if not frame.looks_ahead:
+        return []
+    why = "# Where keys lie is looked up a tile ahead"
+    return [why, *_next_tile("full_begin", lines := _next_rows(frame)), *lines]
+
+
+def next_rows(frame: Frame) -> Lines:
+    """The rows that were looked up before, and those of the tile after this one."""
+    taken = [f"{name} = next_{name}" for name, _ in frame.addressed.tiles]
+    return [*taken, *_next_tile("k_start + BLOCK_N", lines := _next_rows(frame)), *lines]
+
+
+def _next_rows(frame: Frame) -> Lines:
+    found = {x: f"next_{x.tensor}" for x in looked_up(frame).values()}
+    names = key_names(frame).having({frame.kv_idx: "next_kv", KEY: "next_key", **found})
+    return _looked_up(frame, "next_", names, ", mask=next_key < full_end, other=0")
+
+
+def _next_tile(start: str, lines: Lines) -> Lines:
+    """Where the tile after this one begins, and its keys where they are read."""
+    keys = [f"next_kv = {start} + n"] if any("next_kv" in line for line in lines) else []
+    return [f"next_key = tl.cast({start}, tl.int64)", *keys]
+
+
+def _looked_up(frame: Frame, prefix: str, names: Names, mask: str) -> Lines:
+    lines = []
     for name, x in frame.addressed.tiles:
         a = paged_address(frame, x.tensor, x.index)
         own = names.having({frame.kv_idx: "n"})
         pointer = [
             f"{x.tensor}_ptr",
             *_sum(frame, a.base),
-            *tile_start(frame, a),
+            *tile_start(frame, a, names),
             *([sum_text(a.offsets, own, wide=False)] if a.offsets else []),
             *([sum_text(a.rows, names, wide=True)] if a.rows else []),
         ]
-        lines.append(f"{name} = tl.load({' + '.join(pointer)}{', mask=live, other=0' if edge else ''})")
+        lines.append(f"{prefix}{name} = tl.load({' + '.join(pointer)}{mask})")
     return lines
 
 
@@ -199,7 +229,7 @@ def _loads(
         tests = [f"live{keys}"] * edge + [f"({c.d}{columns} < {c.limit})"] * bool(c.limit)
         mask = f", mask={' & '.join(tests)}, other=0.0" if tests else ""
         rows = [f"{stem}_rows{keys}"] if found.rows else []
-        pointer = " + ".join([f"{stem}_base", *tile_start(frame, found), *rows, f"{stem}_offsets{c.part}"])
+        pointer = " + ".join([f"{stem}_base", *tile_start(frame, found, key_names(frame)), *rows, f"{stem}_offsets{c.part}"])
         shape = f"[BLOCK_N, {c.size}]" if keys_first else f"[{c.size}, BLOCK_N]"
         lines.append(f"{stem}_tile{c.part} = tl.load({pointer}{mask}){cast}  # {shape}")
     return lines

@@ -94,6 +94,7 @@ def «name»(
     k_end = tl.minimum(k_end, k_begin + keys)
     «full_range»
     «descriptors»
+    «first_rows»
     for k_start in range(full_begin, full_end, BLOCK_N):
         «full_tile»
 

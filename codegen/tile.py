@@ -11,7 +11,7 @@ from fusecomp.codegen.cheaper import cheaper, explained
 from fusecomp.codegen.descriptors import described_keys, described_values, descriptors
 from fusecomp.codegen.frame import Frame, merged, score_name
 from fusecomp.codegen.logsumexp import natural_max
-from fusecomp.codegen.memory import element_loads, key_loads, row_loads, value_loads
+from fusecomp.codegen.memory import element_loads, key_loads, next_rows, row_loads, value_loads
 from fusecomp.codegen.philox import kept
 from fusecomp.codegen.printer import literal, show, triton_dtype, triton_text
 from fusecomp.codegen.program import state
@@ -68,7 +68,7 @@ def visit(frame: Frame, e: Exponent, tests: Sequence[Expr], edge: bool, pivot: b
     """S of a tile, its softmax under the running maximum, its part of P V. `edge`: the tile may reach past k_end."""
     described = frame.plan.loads == "descriptor"
     body = [
-        *row_loads(frame, edge),
+        *(next_rows(frame) if frame.looks_ahead and not edge else row_loads(frame, edge)),
         *(described_keys(frame) if described else key_loads(frame, edge)),
         *products(frame),
         "",

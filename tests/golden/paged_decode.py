@@ -142,13 +142,27 @@ def attention(
     k_end = tl.minimum(k_end, k_begin + keys)
     full_begin = tl.cdiv(k_begin, BLOCK_N) * BLOCK_N
     full_end = tl.maximum(k_end, full_begin) // BLOCK_N * BLOCK_N
+    # Where keys lie is looked up a tile ahead
+    next_key = tl.cast(full_begin, tl.int64)
+    next_table_rows = tl.load(
+        table_ptr
+        + b * table_stride_0
+        + next_key // 16 * table_stride_1
+        + n // 16 * tl.cast(table_stride_1, tl.int64),
+        mask=next_key < full_end,
+        other=0,
+    )
     for k_start in range(full_begin, full_end, BLOCK_N):
         key = tl.cast(k_start, tl.int64)
-        table_rows = tl.load(
+        table_rows = next_table_rows
+        next_key = tl.cast(k_start + BLOCK_N, tl.int64)
+        next_table_rows = tl.load(
             table_ptr
             + b * table_stride_0
-            + key // 16 * table_stride_1
-            + n // 16 * tl.cast(table_stride_1, tl.int64)
+            + next_key // 16 * table_stride_1
+            + n // 16 * tl.cast(table_stride_1, tl.int64),
+            mask=next_key < full_end,
+            other=0,
         )
         k_rows = n % 16 * tl.cast(k_pool_stride_1, tl.int64) + table_rows * tl.cast(k_pool_stride_0, tl.int64)
         k_tile = tl.load(k_base + k_rows[None, :] + k_offsets)  # [128, BLOCK_N]
