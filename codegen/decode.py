@@ -19,8 +19,10 @@ from fusecomp.codegen.schedule import count, decoded
 from fusecomp.ir.region import extent
 
 Lines = list[str]
-COLUMNS = 64
-"""At most, of a program of `combine`: a few requests have few rows, and should still fill the device."""
+COLUMNS, WIDE, FEW = 64, 128, 4
+"""Columns of a program of `combine` at most: where shares are many, units are few, and should still fill the device."""
+HELD = 32
+"""Numbers of the shares' that a thread of `combine` holds."""
 
 
 def first_share(lines: Lines) -> Lines:
@@ -70,7 +72,12 @@ def keep_max(frame: Frame) -> Lines:
 
 def combined_columns(frame: Frame) -> int:
     """Columns of the output that a program of `combine` makes: a divisor of the scratch memory's."""
-    return min(COLUMNS, *frame.plan.dv_chunks)
+    return min(WIDE if frame.plan.splits <= FEW else COLUMNS, *frame.plan.dv_chunks)
+
+
+def combining_warps(frame: Frame) -> int:
+    """Warps of a program of `combine`."""
+    return max(1, frame.plan.splits * combined_columns(frame) // (HELD * 32))
 
 
 NEXT = ["tl.extra.cuda.gdc_launch_dependents()  # `combine` may be made ready meanwhile"]
@@ -101,7 +108,7 @@ def decode_launch(frame: Frame, kernels: dict[str, list[str]], saves_lse: bool =
     filling = "programs = RESIDENT.value * multiprocessors(out.device)"
     grid = [f"grid = {most}"] if frame.plan.share else [filling, f"grid = min(programs + requests * units, {most})"]
     scratch = "dtype=torch.float32, device=out.device"
-    columns = width(frame) // combined_columns(frame)
+    columns, warps = width(frame) // combined_columns(frame), combining_warps(frame)
     maxima = [f"maxima = torch.empty(requests * units * BLOCK_M.value, {scratch})"] if frame.filled else []
     after = call("rescue", "requests * units", kernels["rescue"], frame) if frame.filled else []
     return [
@@ -116,7 +123,7 @@ def decode_launch(frame: Frame, kernels: dict[str, list[str]], saves_lse: bool =
         "part_sum = torch.empty_like(part_max)",
         *maxima,
         *call("attention", "grid", kernels["attention"], frame, 0, *held(frame)),
-        *call("combine", f"requests * units, {rows}, {columns}", kernels["combine"], frame, 1, *early(frame)),
+        *call("combine", f"requests * units, {rows}, {columns}", kernels["combine"], frame, warps, *early(frame)),
         *after,
     ]
 

@@ -136,7 +136,7 @@ def kernel_key(region: AttentionRegion, plan: TilePlan, saves_lse: bool = False)
     if plan.consumers:
         more = (*more, plan.consumers)
     if plan.skeleton == "decode":
-        more = (*more, plan.resident, plan.registers, plan.share, plan.overlap)
+        more = (*more, plan.resident, plan.registers, plan.share, plan.splits, plan.looks, plan.overlap)
     return hashlib.sha256(repr((VERSION, region.key, plan.skeleton, tile, *visits, *more)).encode()).hexdigest()[:16]
 
 
@@ -234,8 +234,8 @@ def constants(frame: Frame, read: Set[str]) -> list[str]:
         "Q_ROWS": (frame.rows_per_tile, "queries of a tile"),
         "RESIDENT": (plan.resident, "programs of a multiprocessor at once"),
         "SHARE": (plan.share, "tiles of keys of one program"),
-        "REQUESTS": (32, "requests that are looked through at a time"),
-        "SPLITS": (16, "shares that are combined at a time"),
+        "REQUESTS": (plan.looks, "requests that are looked through at a time"),
+        "SPLITS": (plan.splits, "shares that are combined at a time"),
         "COLUMNS": (combined_columns(frame), "of the output, combined by one program"),
         "GROUPS": (plan.consumers, "of four warps that multiply, 64 rows of a tile each"),
         "BUFFERS": (frame.buffers, "tiles in shared memory of what is read for each pair"),

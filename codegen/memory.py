@@ -229,7 +229,8 @@ def _loads(
         tests = [f"live{keys}"] * edge + [f"({c.d}{columns} < {c.limit})"] * bool(c.limit)
         mask = f", mask={' & '.join(tests)}, other=0.0" if tests else ""
         rows = [f"{stem}_rows{keys}"] if found.rows else []
-        pointer = " + ".join([f"{stem}_base", *tile_start(frame, found, key_names(frame)), *rows, f"{stem}_offsets{c.part}"])
+        start = tile_start(frame, found, key_names(frame))
+        pointer = " + ".join([f"{stem}_base", *start, *rows, f"{stem}_offsets{c.part}"])
         shape = f"[BLOCK_N, {c.size}]" if keys_first else f"[{c.size}, BLOCK_N]"
         lines.append(f"{stem}_tile{c.part} = tl.load({pointer}{mask}){cast}  # {shape}")
     return lines

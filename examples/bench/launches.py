@@ -43,7 +43,8 @@ def plans(case: Case) -> list[TilePlan]:
     if case.kind == "decode":
         shapes, device = dict.fromkeys((t.block_m, t.pack) for t in tiles), current()
         made = [(m, p, *rest) for m, p in shapes for rest in DECODE]
-        return [scheduled(first, Tile(m, n, w, s, p, "pointer", r), device) for m, p, n, w, s, r in made]
+        tiles = [Tile(m, n, w, s, p, "pointer", r) for m, p, n, w, s, r in made]
+        return [scheduled(first, tile, case.region, case.sizes, device) for tile in tiles]
     shared = replace(first, visits="bounds", resident=4)
     return [replace(shared, **{name: getattr(t, name) for name in COLUMNS[:-1]}) for t in tiles]
 

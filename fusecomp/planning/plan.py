@@ -82,15 +82,33 @@ def plan(
         overlap=kind == "decode" and device.capability >= 90,
         visits="bounds" if kind == "decode" else visits(region, sizes, device, cost.seconds),
     )
-    return scheduled(made, tile, device)
+    return scheduled(made, tile, region, sizes, device)
 
 
-def scheduled(made: TilePlan, tile: Tile, device: Device) -> TilePlan:
-    """The plan with another tile of the same skeleton."""
-    given = {f.name: getattr(tile, f.name) for f in fields(Tile) if f.name != "resident"}
-    split = made.skeleton == "decode"
-    held = share_of_registers(device, tile.resident * tile.warps) if split else 0
-    return replace(made, **given, resident=tile.resident or made.resident, registers=held)
+def scheduled(
+    made: TilePlan, tile: Tile, region: AttentionRegion, sizes: Mapping[str, int], device: Device
+) -> TilePlan:
+    """The plan with another tile of the same skeleton, at lengths near `sizes`."""
+    made = replace(made, **{f.name: getattr(tile, f.name) for f in fields(Tile) if f.name != "resident"})
+    if made.skeleton != "decode":
+        return made
+    held = share_of_registers(device, tile.resident * tile.warps)
+    launch = Launch(region, dict(coarse(sizes)), device, decode=True)
+    return replace(made, resident=tile.resident, registers=held, **at_a_time(launch, tile))
+
+
+SPLITS, LOOKS = (4, 64), (32, 1024)
+"""Of `TilePlan.splits` and `looks`, at least and at most: a warp has 32 lanes, a program so many registers."""
+
+
+def at_a_time(launch: Launch, tile: Tile) -> dict[str, int]:
+    """Shares that are combined, and requests that are looked through, in one step where there are as many as here."""
+    splits, requests = (int(launch.quantities(tile)["splits"]), int(launch.fixed["REQUESTS"]))
+    return {"splits": clipped(power(splits), *SPLITS), "looks": clipped(power(requests), *LOOKS)}
+
+
+def clipped(n: int, least: int, most: int) -> int:
+    return min(max(n, least), most)
 
 
 def rows(

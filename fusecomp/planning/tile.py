@@ -86,6 +86,10 @@ class TilePlan:
     share: int = 0
     """Of "decode": tiles of keys of one share. 0: all shares of a launch are about as long, so that they end together;
     else the shares of a request depend on its own length alone."""
+    splits: int = 16
+    """Of "decode": shares of a request that are combined at a time, as many as it is predicted to have."""
+    looks: int = 32
+    """Of "decode": requests that are looked through at a time."""
     registers: int = 0
     """32-bit registers that a thread may take, so that `resident` programs fit on a multiprocessor; 0: as many as it
     wants."""

@@ -29,7 +29,7 @@ def best_plans(
     """The planner's `count` best tiles that fit, the best first."""
     first = plan(region, sizes, describable=describable)
     ranked = [r for r in rows(region, dict(coarse(sizes)), describable=describable) if "needs" not in r.reason]
-    others = [replace(scheduled(first, r.tile, current()), cost=r.cost) for r in ranked]
+    others = [replace(scheduled(first, r.tile, region, sizes, current()), cost=r.cost) for r in ranked]
     seen = {_tile(p): p for p in [first, *others]}
     return list(seen.values())[:count]
 
