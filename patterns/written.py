@@ -2,6 +2,7 @@
 
     scaled_dot_product_attention(Q, K, V)    softmax(scale Q K^T + mask) V              patterns/sdpa.py
     einsum(P, V, W), P V + C in one call     (P V) W; P V, and C added                   patterns/chains.py
+    [Q K_1^T, .., Q K_n^T]                   Q [K_1; ..; K_n]^T                          patterns/together.py
     p[:n] V + p[n:] W,  p a softmax          p [V; W]                                    patterns/joined.py
     f p / g(sum f p) V,  p a softmax         N / g(D),  [N, D] = f p [V, 1]              patterns/renormalised.py
     (softmax(a) - lam softmax(b)) V          softmax(a) V - lam (softmax(b) V)          patterns/sums.py
@@ -23,8 +24,9 @@ from fusecomp.patterns.joined import join
 from fusecomp.patterns.renormalised import renormalise
 from fusecomp.patterns.sdpa import define
 from fusecomp.patterns.sums import distribute
+from fusecomp.patterns.together import bring_together
 
-MEANINGS = (define, unchain, join, renormalise, distribute, fold, seed_dropouts)
+MEANINGS = (define, unchain, bring_together, join, renormalise, distribute, fold, seed_dropouts)
 
 
 def write_out(module: GraphModule) -> list[Written]:

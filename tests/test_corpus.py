@@ -32,6 +32,7 @@ from corpus import (
     paged_served,
     paged_shared,
     paged_written,
+    pieces,
     score,
     spelled,
     twins,
@@ -48,7 +49,7 @@ LONG = (
     paged_near_writes, paged_near_served, paged_shared, families,
 )  # fmt: skip
 TABLES = (*LONG, spelled, masked, packed, written, twins, idioms, logsums, extended, functions,
-          normalised, calls)  # fmt: skip
+          normalised, calls, pieces)  # fmt: skip
 
 QUICK = {
     "mul_scale", "exp_over_sum", "einsum_bqhd", "k_permuted_straight_equal_axes", "bmm_scaled", "diffusers_baddbmm",
@@ -119,7 +120,8 @@ def test_gradients_stop_where_the_program_stops_them(case: Any) -> None:
 
 
 PAGES_KNOWN = ("pages_kept_apart", "pages_kept_apart_in_the_scores", "exponentials_of_pages", "rows_of_group_and_query",
-               "halves_of_the_table")  # fmt: skip
+               "halves_of_the_table", "chunk_by_chunk", "chunk_by_chunk_masked", "chunks_interleaved",
+               "pieces_of_two_scales")  # fmt: skip
 """Fused where the length of a page, or of another axis, is a number: the place in it is a remainder by it."""
 LOST = ("one_minus_mask_times_min", "bias_behind_the_mask")
 """Programs that half-precision training leaves to eager: a fill is added to scores, which are lost in it."""
