@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from functools import lru_cache
 
-from fusecomp.ir.expr import Apply, Const, Expr, Size, Var
+from fusecomp.ir.expr import Apply, Const, Expr, Load, Size, Var, parts
 
 Monomial = tuple[Expr, ...]
 Poly = dict[Monomial, int]
@@ -81,22 +81,44 @@ def _product(monomial: Monomial, c: int) -> Expr:
 
 def always_natural(p: Poly) -> bool:
     """Whether p >= 0 for every value of its indices and sizes (sizes are at least 1). False where unknown."""
+    lowest = _lowest(p)
+    return lowest is not None and all(c >= 0 for c in lowest.values())
+
+
+def _lowest(p: Poly) -> Poly | None:
+    """What p is never below, a polynomial in naturals: each size stands for itself less 1. None where unknown."""
     lowest: Poly = {}
     for monomial, c in p.items():
         term: Poly = {(): c}
-        for factor in monomial:
-            term = times(term, _least(factor, c))
-        if term == {(): 0} and monomial:
-            return False
+        if not _monotone(monomial):
+            if c < 0 or any(n % 2 for n in Counter(monomial).values()):
+                return None
+            term = {}  # a square
+        for factor in monomial if term else ():
+            bound = _bound(factor, c)
+            if bound is None:
+                return None
+            term = times(term, bound)
         lowest = plus(lowest, term, 1)
-    return all(c >= 0 for c in lowest.values())
+    return lowest
 
 
-def _least(factor: Expr, c: int) -> Poly:
-    """What stands for `factor` where c * factor is least: sizes become 1 + something natural."""
+def _monotone(monomial: Monomial) -> bool:
+    """Whether a product is bounded by the bounds of its factors: of naturals, or of one number and sizes."""
+    return sum(not isinstance(f, Size) for f in monomial) < 2 or all(always_natural({(f,): 1}) for f in monomial)
+
+
+def _highest(p: Poly) -> Poly | None:
+    """What p is never above."""
+    lowest = _lowest(plus({}, p, -1))
+    return None if lowest is None else plus({}, lowest, -1)
+
+
+def _bound(factor: Expr, c: int) -> Poly | None:
+    """What stands for `factor` where c * factor is least."""
     match factor:
         case Var(_, size):
-            return {} if c >= 0 else _at_least_one(plus(poly(size), {(): 1}, -1))
+            return {} if c >= 0 else _highest(plus(poly(size), {(): 1}, -1))
         case Size():
             return {(): 1, (factor,): 1}
         case Apply("abs") if c >= 0:
@@ -104,29 +126,23 @@ def _least(factor: Expr, c: int) -> Poly:
         case Apply("floordiv" | "mod", (a, _)) if c >= 0 and is_natural(a):
             return {}
         case Apply("mod", (_, m)) if c >= 0:  # of a negative number: Triton's has its sign
-            return _at_least_one(plus({(): 1}, poly(m), -1))
+            return _lowest(plus({(): 1}, poly(m), -1))
         case Apply("max", (_, Const(int(k)))) if c >= 0:
             return {(): k}
         case Apply("min", (_, top)) if c < 0:
-            return _at_least_one(poly(top))
-        case Apply("where", (Apply("lt", (i, Const(0))), _, j)) if i == j and c >= 0:
-            return {}  # an index counted from the end where it is negative: the tensor has that element
+            return _highest(poly(top))
+        case Apply("where", (Apply("lt", (i, Const(0))), other, j)) if i == j and c >= 0:
+            return {} if is_natural(other) or _from_the_end(i, other) else None
         case Apply("mod", (_, m)):
-            return _at_least_one(plus(poly(m), {(): 1}, -1))
+            return _highest(plus(poly(m), {(): 1}, -1))
         case Apply("floordiv", (a, Const(int(m)))) if c < 0 and (most := upper(a)) is not None:
             return {(): most // m}
-        case _:
-            return {(): -(10**18)} if c > 0 else {(): 10**18}
+    return None
 
 
-def _at_least_one(p: Poly) -> Poly:
-    total: Poly = {}
-    for monomial, c in p.items():
-        term: Poly = {(): c}
-        for factor in monomial:
-            term = times(term, {(): 1, (factor,): 1} if isinstance(factor, Size) else {(factor,): 1})
-        total = plus(total, term, 1)
-    return total
+def _from_the_end(i: Expr, other: Expr) -> bool:
+    """Whether `other` is the place of element i < 0 of an axis, where i is data: the tensor has that element."""
+    return any(isinstance(x, Load) for x in parts(i)) and is_natural(Apply("sub", (other, i)))
 
 
 def upper(e: Expr) -> int | None:
@@ -139,7 +155,9 @@ def upper(e: Expr) -> int | None:
                     c *= size - 1
                 case Apply("mod", (_, Const(int(m)))) if c > 0:
                     c *= m - 1
-                case Var() | Size() | Apply("mod" | "floordiv") if c < 0:
+                case Var() | Size() if c < 0:
+                    c = 0
+                case Apply("mod" | "floordiv", (a, _)) if c < 0 and is_natural(a):
                     c = 0
                 case _:
                     return None
