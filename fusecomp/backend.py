@@ -22,6 +22,7 @@ from fusecomp.graph.modes import Modes, in_their_modes
 from fusecomp.pipeline import Compilation, compile_graph, unread
 from fusecomp.planning.device import current, live
 from fusecomp.report import Report
+from fusecomp.running.direct import direct
 from fusecomp.running.inductor import call_functions
 from fusecomp.settings import Options
 
@@ -41,11 +42,21 @@ def fusecomp(
     chosen = Options.parse(options, mode)
     with unheard():
         module = rewritten(gm, placeholder_values(gm), chosen)
+    others = any(map(named_otherwise, example_inputs))
+    if module is not gm and not others and as_ever(chosen) and (run := direct(module)) is not None:
+        return run
     compiled = inner_backend(chosen)
-    if module is gm or not any(map(named_otherwise, example_inputs)):
+    if module is gm or not others:
         return compiled(module, example_inputs)
     run = compiled(module, [*map(plain, example_inputs)])
     return lambda *inputs: run(*map(plain, inputs))
+
+
+def as_ever(options: Options) -> bool:
+    """Whether Inductor takes the rest, and is asked for nothing that it would do to any graph."""
+    from torch._inductor import config
+
+    return options.inner == "inductor" and options.mode is None and not config.triton.cudagraphs
 
 
 def named_otherwise(x: object) -> bool:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
-from functools import cache, lru_cache
+from functools import cache, lru_cache, partial
 from typing import Any
 
 import torch
@@ -65,7 +65,7 @@ def replayed(attention: Callable[..., Any], call: str) -> Replayed:
     return Replayed(lambda tensors: attention(tensors, *as_given(call)))
 
 
-def attend_fixed(tensors: list[Tensor], call: str) -> Tensor:
+def attend_fixed(tensors: Sequence[Tensor], call: str) -> Tensor:
     return replayed(attend, call)(tensors)  # type: ignore[no-any-return]
 
 
@@ -73,7 +73,7 @@ def attend_fixed_fake(tensors: Sequence[Tensor], call: str) -> Tensor:
     return attend_fake(tensors, *as_given(call))
 
 
-def attend_with_lse_fixed(tensors: list[Tensor], call: str) -> tuple[Tensor, Tensor]:
+def attend_with_lse_fixed(tensors: Sequence[Tensor], call: str) -> tuple[Tensor, Tensor]:
     return replayed(attend_with_lse, call)(tensors)  # type: ignore[no-any-return]
 
 
@@ -114,48 +114,115 @@ operator(
 )  # fmt: skip
 
 # ----------------------------------------------------------------------------------------------------------------
-# Autograd
+# Autograd. What it leaves in a graph that is compiled has no autograd, which `register_autograd` would go through at
+# every call.
 
 
-def saving(tensors: Sequence[Tensor], *more: Any) -> tuple[Tensor, Tensor]:
-    """The call that a compiled graph keeps."""
-    call = fixed(*more)
-    if call is None:
-        return torch.ops.fusecomp.attention_saving(tensors, *more)  # type: ignore[no-any-return]
-    return torch.ops.fusecomp.attention_saving_fixed(tensors, call)  # type: ignore[no-any-return]
-
-
-class _Saving(torch.autograd.Function):
-    """O and the log-sum-exp, whose gradients generated kernels write."""
+class _Learning(torch.autograd.Function):
+    """results = forward(tensors). The gradients of those tensors that are `wanted` are backward(gradients of the
+    results, what is saved): the results, unless they are not `kept`, and the tensors."""
 
     @staticmethod
-    def forward(*args: Any) -> tuple[Tensor, Tensor]:
-        *more, count = args
-        return saving(more[:count], *more[count:])
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-        *more, ctx.count = inputs
-        tensors, (sizes, *_, key) = more[: ctx.count], more[ctx.count :]
-        ctx.save_for_backward(*output, *tensors)
+    def forward(
+        ctx: Any, forward: Any, backward: Any, kept: bool, wanted: Sequence[int], *tensors: Tensor
+    ) -> tuple[Tensor, ...]:
+        results: tuple[Tensor, ...] = forward(tensors)
+        ctx.save_for_backward(*(results if kept else ()), *tensors)
         ctx.set_materialize_grads(False)
-        ctx.sizes, ctx.key, ctx.wanted = sizes, key, learned(tensors)
+        ctx.gradients, ctx.wanted, ctx.count = backward, wanted, len(tensors)
+        return results
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor | None, grad_lse: Tensor | None) -> tuple[Tensor | None, ...]:
-        out, lse, *tensors = ctx.saved_tensors
-        given, more = (grad, grad_lse, out, lse, tensors), (ctx.sizes, ctx.wanted, ctx.key)
-        call, own = fixed(*more), torch.ops.fusecomp
-        found = own.attention_gradients(*given, *more) if call is None else own.attention_gradients_fixed(*given, call)
-        return *spread(found, ctx.wanted, ctx.count), *[None] * 7
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        given = grads, ctx.saved_tensors
+        if all(g is None for g in grads):
+            return (None,) * (4 + ctx.count)
+        again = torch.is_grad_enabled()
+        found = _Once.apply(ctx.gradients, len(grads), *grads, *given[1]) if again else ctx.gradients(*given)
+        return None, None, None, None, *spread(found, ctx.wanted, ctx.count)
+
+
+class _Once(torch.autograd.Function):
+    """gradients(gradients of the results, what is saved), which have no gradients of their own."""
+
+    @staticmethod
+    def forward(_: Any, gradients: Any, count: int, *given: Tensor | None) -> tuple[Tensor, ...]:
+        return tuple(gradients(given[:count], given[count:]))
+
+    @staticmethod
+    def backward(*_: Any) -> Any:
+        raise RuntimeError(
+            "fused attention has no double backward: its gradients were differentiated again; compile that part with "
+            "options={'lowering': 'off'}, or leave it to eager"
+        )
+
+
+def below(name: str, tensors: Sequence[Any], more: Sequence[Any]) -> Any:
+    """The call of an operator without autograd that a compiled graph keeps."""
+    call, own = fixed(*more), torch.ops.fusecomp
+    return getattr(own, name)(*tensors, *more) if call is None else getattr(own, f"{name}_fixed")(*tensors, call)
 
 
 def attend_recording(tensors: Sequence[Tensor], *more: Any) -> tuple[Tensor, Tensor]:
-    """attention_and_lse under autograd. What it leaves in a graph that is compiled has no autograd, which
-    `register_autograd` would go through at every call."""
-    if torch.is_grad_enabled() and learned(tensors):
-        return _Saving.apply(*tensors, *more, len(tensors))  # type: ignore[no-any-return]
-    return saving(tensors, *more)
+    """attention_and_lse under autograd."""
+    if not torch.is_grad_enabled() or not (wanted := learned(tensors)):
+        return below("attention_saving", [tensors], more)  # type: ignore[no-any-return]
+
+    def forward(given: Sequence[Tensor]) -> Any:
+        return below("attention_saving", [given], more)
+
+    def backward(grads: Sequence[Tensor | None], saved: Sequence[Tensor]) -> Any:
+        out, lse, *given = saved
+        return below("attention_gradients", [*grads, out, lse, given], (more[0], wanted, more[-1]))
+
+    return _Learning.apply(forward, backward, True, wanted, *tensors)  # type: ignore[no-any-return]
+
+
+def attend_recomputing(tensors: Sequence[Tensor], *more: Any) -> Tensor:
+    """attention_recomputed under autograd."""
+    if not torch.is_grad_enabled() or not (wanted := learned(tensors)):
+        return below("attention", [tensors], more)  # type: ignore[no-any-return]
+
+    def forward(given: Sequence[Tensor]) -> tuple[Tensor]:
+        return (below("attention", [given], more),)
+
+    def backward(grads: Sequence[Tensor], saved: Sequence[Tensor]) -> Any:
+        return torch.ops.fusecomp.attention_backward(*grads, saved, more[0], wanted, more[-1])
+
+    return _Learning.apply(forward, backward, False, wanted, *tensors)[0]  # type: ignore[no-any-return]
 
 
 LIBRARY.impl("attention_and_lse", attend_recording, "Autograd")
+LIBRARY.impl("attention_recomputed", attend_recomputing, "Autograd")
+
+# ----------------------------------------------------------------------------------------------------------------
+# Without a graph of AOTAutograd's: what a graph of attentions alone calls
+
+
+def attend_learning(tensors: Sequence[Tensor], call: str) -> tuple[Tensor, Tensor]:
+    """attention_and_lse of fixed lengths."""
+    if not torch.is_grad_enabled() or not (wanted := learned(tensors)):
+        return attend_with_lse_fixed(tensors, call)
+    return _Learning.apply(*learning(call, tuple(wanted)), *tensors)  # type: ignore[no-any-return]
+
+
+@lru_cache(CALLS)
+def learning(call: str, wanted: tuple[int, ...]) -> tuple[Any, ...]:
+    """What _Learning takes before the tensors."""
+    sizes, *_, key = as_given(call)
+    again = str(fixed(sizes, list(wanted), key))
+
+    def backward(grads: tuple[Tensor | None, Tensor | None], saved: Sequence[Tensor]) -> Any:
+        out, lse, *tensors = saved
+        traced = type(out) is not Tensor or torch.compiler.is_compiling()  # as by compiled autograd
+        call = torch.ops.fusecomp.attention_gradients_fixed if traced else differentiate_fixed
+        return call(*grads, out, lse, tensors, again)
+
+    return partial(attend_with_lse_fixed, call=call), backward, True, wanted
+
+
+def attend_recomputed(tensors: Sequence[Tensor], call: str) -> Tensor:
+    """attention_recomputed of fixed lengths."""
+    if torch.is_grad_enabled() and learned(tensors):
+        return torch.ops.fusecomp.attention_recomputed(tensors, *as_given(call))  # type: ignore[no-any-return]
+    return attend_fixed(tensors, call)

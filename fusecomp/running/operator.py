@@ -222,18 +222,3 @@ def spread(found: Sequence[Tensor], wanted: Sequence[int], count: int) -> list[T
     """Gradients in the places of their tensors."""
     by_place = dict(zip(wanted, found, strict=True))
     return [by_place.get(i) for i in range(count)]
-
-
-def _setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    tensors, sizes, *_, key = inputs
-    ctx.save_for_backward(*tensors)
-    ctx.sizes, ctx.key, ctx.wanted = sizes, key, learned(tensors)
-
-
-def _backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-    tensors = ctx.saved_tensors
-    found = torch.ops.fusecomp.attention_backward(grad, tensors, ctx.sizes, ctx.wanted, ctx.key)
-    return spread(found, ctx.wanted, len(tensors)), None, None, None, None, None
-
-
-torch.library.register_autograd("fusecomp::attention_recomputed", _backward, setup_context=_setup, lib=LIBRARY)

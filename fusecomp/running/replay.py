@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from fusecomp.planning.resources import triton_release
 from fusecomp.running.launching import ALIGNED, Launched, listening
 
-Call = Callable[[list[Tensor]], Any]
+Call = Callable[[Sequence[Tensor]], Any]
 DEVICES = {"cuda": "_empty_strided_cuda"}
 """Where calls are recorded, and what makes a tensor there soonest: what Inductor's programs call."""
 RELEASES = ((3, 6), (3, 7))
@@ -45,7 +45,7 @@ class Replayed:
         self.known: list[Recording] = []
         self.tried = 0
 
-    def __call__(self, tensors: list[Tensor]) -> Any:
+    def __call__(self, tensors: Sequence[Tensor]) -> Any:
         for recording in self.known:
             if recording.fits(*tensors):
                 pointers = [*map(_pointer, tensors)]
@@ -57,12 +57,12 @@ class Replayed:
         return self.call(tensors)
 
     @staticmethod
-    def _may_record(tensors: list[Tensor]) -> bool:
+    def _may_record(tensors: Sequence[Tensor]) -> bool:
         """Not what is given one tensor twice: in a launch its places could not be told apart."""
         known = tensors[0].device.type in DEVICES and triton_release() in RELEASES
         return known and len({*map(id, tensors)}) == len(tensors)
 
-    def _recorded(self, tensors: list[Tensor]) -> Any:
+    def _recorded(self, tensors: Sequence[Tensor]) -> Any:
         with listening() as launches, Watch(launches) as seen:
             results = self.call(tensors)
         found = recorded(tensors, seen, launches, results)
@@ -121,7 +121,7 @@ class Recording(NamedTuple):
         heard = getattr(enter, "calls", enter) or getattr(leave, "calls", leave)
         return not heard and torch.cuda.current_device() == self.device
 
-    def again(self, tensors: list[Tensor], pointers: list[int]) -> Any:
+    def again(self, tensors: Sequence[Tensor], pointers: list[int]) -> Any:
         """The same on other tensors, whose addresses are `pointers`."""
         empty = self.empty
         new = [empty(shape, stride, dtype) for shape, stride, dtype in self.made]
@@ -181,7 +181,7 @@ def place(x: object, among: Sequence[object]) -> int | None:
 
 
 def recorded(
-    tensors: list[Tensor], seen: Watch, launches: Sequence[Launched | None], results: Tensor | Sequence[Tensor]
+    tensors: Sequence[Tensor], seen: Watch, launches: Sequence[Launched | None], results: Tensor | Sequence[Tensor]
 ) -> Recording | None:
     """What was done to the tensors; None where that is more than making some and launching kernels."""
     import triton
