@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch.fx import GraphModule
+from torch.fx import GraphModule, Node
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from fusecomp.errors import CaptureError, FusecompError, KernelError, VerificationError
@@ -35,7 +35,7 @@ from fusecomp.patterns.written import write_out
 from fusecomp.planning import unfused
 from fusecomp.planning.device import current
 from fusecomp.report import Entry
-from fusecomp.running import hopper, library
+from fusecomp.running import hopper, launching, library
 from fusecomp.running.lower import Lowered, lower, planned, real_tensors, triton_interprets
 from fusecomp.running.operator import Kernel, register
 from fusecomp.running.subgraph import seen
@@ -67,13 +67,13 @@ def compile_graph(gm: GraphModule, values: Sequence[Any], options: Options) -> C
     """
     if not may_hold_attention(gm):
         return Compilation(gm)
+    launching.ahead()
     try:
         captured = capture(gm, values)
     except CaptureError as error:
         return unread(gm, error, "declined")
     written = write_out(captured)
-    entries = list(plain_sdpa(captured))
-    taken = set()
+    entries, taken = list(plain_sdpa(captured)), set[Node]()
     mark(captured, values)
     for found in recognise(captured):
         entry = declined(found) if isinstance(found, Declined) else compile_match(captured, found, options)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import sys
 import weakref
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -116,7 +117,12 @@ def test_kernels_are_compiled_together_and_not_launched(
     monkeypatch.setattr(torch.cuda, "device", lambda _: nullcontext())
     x = torch.zeros(64)
     calls = [partial(files.quick.launch, x, x, 32, block) for block in (32, 64, 128)]
-    launching.compile_together([*calls, partial(files.quick.launch, x.bool(), x, 32, 3)], torch.device("cpu"))
+    turn = sys.getswitchinterval()
+    with launching.compiling([*calls, partial(files.quick.launch, x.bool(), x, 32, 3)], torch.device("cpu")):
+        with launching.compiling([], torch.device("cpu")):
+            pass
+        assert sys.getswitchinterval() == launching.TURN
+    assert sys.getswitchinterval() == turn
     assert not heard[1:]
     assert len(files.quick.double.kernel.device_caches[0][0]) == 3  # a block of 3 does not compile
     other = Thread(target=files.quick.launch, args=(x, x, 32))

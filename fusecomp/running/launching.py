@@ -17,11 +17,12 @@ from __future__ import annotations
 
 import ast
 import os
+import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from functools import lru_cache, partial, reduce
+from functools import cache, lru_cache, partial, reduce
 from operator import attrgetter, itemgetter, methodcaller, or_
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -31,6 +32,8 @@ import torch
 ALIGNED = 16
 """B: what Triton asks of a pointer that it calls aligned."""
 WIDE = 1 << 31
+TURN = 1.0
+"""Seconds of Python, while kernels are compiled, before another thread may interrupt it."""
 MOST = 128
 """Kernels kept of one function. Strides that change at every call keep none of them long."""
 _pointer, _dtype = methodcaller("data_ptr"), attrgetter("dtype")
@@ -46,10 +49,10 @@ class Launched(NamedTuple):
 
 
 class _Thread(threading.local):
-    """Of this thread, while its launches are collected: what compiles each kernel instead of launching it; or each
-    launch, None where Triton made it."""
+    """Of this thread, while its launches are collected: how long each kernel's text is, and what compiles it instead of
+    launching it; or each launch, None where Triton made it."""
 
-    wanted: list[Callable[[], object]] | None = None
+    wanted: list[tuple[int, Callable[[], object]]] | None = None
     launches: list[Launched | None] | None = None
 
 
@@ -66,20 +69,70 @@ def listening() -> Iterator[list[Launched | None]]:
         _thread.launches = outer
 
 
-def compile_together(calls: Iterable[Callable[[], object]], device: torch.device) -> None:
-    """Compile every kernel that the calls launch, and launch none. What does not compile says so when it is run."""
+@contextmanager
+def compiling(calls: Iterable[Callable[[], object]], device: torch.device) -> Iterator[None]:
+    """Every kernel that the calls launch is compiled meanwhile, and none launched. What does not compile says so when
+    it is run."""
     wanted = _thread.wanted = []
     try:
         for call in calls:
             call()
     finally:
         _thread.wanted = None
-    if len(wanted) > 1:
-        with ThreadPoolExecutor(min(len(wanted), os.cpu_count() or 1)) as pool:
-            list(pool.map(partial(_attempt, device), wanted))
+    with ThreadPoolExecutor(max(1, min(len(wanted), os.cpu_count() or 1))) as pool, _turns:
+        for _, compiled in sorted(wanted, key=lambda w: -w[0]):  # the longest takes the longest
+            pool.submit(_attempt, device, compiled)
+        yield
+
+
+class _Turns:
+    """While it is entered, a thread that runs Python goes on until it waits for something else. Kernels are parsed in
+    Python: of some that are parsed in turns of milliseconds all are late, of some that are parsed one by one the first
+    is in LLVM soon."""
+
+    def __init__(self) -> None:
+        self.lock, self.entered, self.before = threading.Lock(), 0, 0.0
+
+    def __enter__(self) -> None:
+        with self.lock:
+            if not self.entered:
+                self.before = sys.getswitchinterval()
+                sys.setswitchinterval(TURN)
+            self.entered += 1
+
+    def __exit__(self, *_: object) -> None:
+        with self.lock:
+            self.entered -= 1
+            if not self.entered:
+                sys.setswitchinterval(self.before)
+
+
+_turns = _Turns()
+
+
+def ahead() -> None:
+    """Begin what takes time and will be needed where a graph with tensors on a GPU is compiled."""
+    if torch.cuda.is_initialized():
+        driver()
+
+
+@cache
+def driver() -> threading.Thread:
+    """What compiles Triton's driver, as its first use would."""
+    thread = threading.Thread(target=_driver, daemon=True)
+    thread.start()
+    return thread
+
+
+def _driver() -> None:
+    with suppress(Exception):  # who launches a kernel is told
+        import triton
+
+        triton.runtime.driver.active.get_current_target()
 
 
 def _attempt(device: torch.device, compiled: Callable[[], object]) -> None:
+    driver().join()
     with suppress(Exception), torch.cuda.device(device):
         compiled()
 
@@ -126,7 +179,7 @@ class Launches:
     def launch(self, grid: tuple[int, ...], *args: Any, **options: Any) -> None:
         """Through Triton the first time, then as it was compiled."""
         if _thread.wanted is not None:
-            _thread.wanted.append(self._compiling(grid, args, options))
+            _thread.wanted.append((len(self.kernel.src), self._compiling(grid, args, options)))
             return
         tensors = self._pointers(args)
         if reduce(or_, map(_pointer, tensors), 0) % ALIGNED or max(self._lengths(args), default=0) >= WIDE:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
@@ -23,26 +23,17 @@ from fusecomp.codegen.logsumexp import saved
 from fusecomp.graph.learning import learns
 from fusecomp.ir.logsumexp import evaluate_lse
 from fusecomp.ir.reference import evaluate
-from fusecomp.ir.region import AttentionRegion, extent
 from fusecomp.patterns.build import Match
 from fusecomp.running import cache
 from fusecomp.running.backward import gradients
+from fusecomp.running.expected import EAGER_SCORES, EXACT_SCORES, expected_gradients, original, pick, sample
 from fusecomp.running.inputs import draw, example_of
-from fusecomp.running.launching import compile_together
+from fusecomp.running.launching import compiling
 from fusecomp.running.operator import Gradients, Launch, empty_ordered
 from fusecomp.running.subgraph import run_original, seen
 from fusecomp.running.sums import arranged, whole
 from fusecomp.running.verdict import FLOOR, Judged, Verdict, judge
 
-EXACT_SCORES = {"cpu": 1 << 23, "cuda": 1 << 28}
-"""Scores up to which the graph's own nodes are run in float64."""
-EAGER_SCORES = {"cpu": 1 << 25, "cuda": 1 << 31}
-"""Scores up to which they are run in the model's dtype."""
-KEPT = 8
-"""As many times that memory is what autograd keeps."""
-SAMPLED_ROWS = 64
-SAMPLED_BYTES = {"cpu": 1 << 29, "cuda": 1 << 33}
-"""Of K and V in float64, over the heads that are looked at."""
 GRADIENT_MULTIPLE = 2.0
 """Of FLOOR: what rounding probabilities and their gradients to half precision may cost a gradient."""
 FILLED = 1e3
@@ -60,13 +51,14 @@ def verify(
     path = cache.directory("verdicts") / f"{name}.json"
     if (known := kept(path)) is not None:
         return known
-    if device.type == "cuda":
-        compile_together(launches(match, launch, sizes, device, backward), device)
-    verdict = judge(compare(match, launch, sizes, device, backward), match.region.out_dtype)
+    with compiling(launches(match, launch, sizes, device, backward) if device.type == "cuda" else [], device):
+        compared = compare(match, launch, sizes, device, backward)
+        differentiated = judge_gradients(match, launch, backward, sizes, device) if backward is not None else None
+    verdict = judge(compared(), match.region.out_dtype)
     if verdict.passed and match.region.lse:
         verdict = judge_log_sums(match, launch, sizes, device) or verdict
-    if verdict.passed and backward is not None:
-        verdict = judge_gradients(match, launch, backward, sizes, device) or verdict
+    if verdict.passed and differentiated is not None:
+        verdict = differentiated() or verdict
     if verdict.passed:  # a failure is looked into again: it may have been mended since
         cache.write_json(path, asdict(verdict))
     return verdict
@@ -146,57 +138,38 @@ def log_sums(match: Match, sizes: Mapping[str, int], device: torch.device) -> Te
 
 def compare(
     match: Match, launch: Launch, sizes: Mapping[str, int], device: torch.device, backward: Gradients | None = None
-) -> Judged:
-    """Run the kernel and its judges on the same random inputs."""
+) -> Callable[[], Judged]:
+    """What runs the kernel, to be held against its judges: those have run, on the same random inputs."""
     region = match.region
     tensors, out, lengths = example(match, sizes, device)
-    launch(out, tensors, lengths, *([log_sums(match, sizes, device)] if backward or region.lse else []))
+    judged = judges(match, tensors, out, lengths, sizes)
+
+    def compared() -> Judged:
+        launch(out, tensors, lengths, *([log_sums(match, sizes, device)] if backward or region.lse else []))
+        return judged(out)
+
+    return compared
+
+
+def judges(
+    match: Match, tensors: list[Tensor], out: Tensor, lengths: list[int], sizes: Mapping[str, int]
+) -> Callable[[Tensor], Judged]:
+    """What compares O with what is right."""
+    region, device = match.region, out.device
     scores = out.numel() // max(out.shape[region.out_axes.index("dv")], 1) * sizes["N"]
     small = scores <= EXACT_SCORES.get(device.type, 0)
     exact = original(match, tensors, out, torch.float64) if small else None
     if exact is not None:
-        return Judged(out, original(match, tensors, out), exact, "the graph in float64")
+        eager = original(match, tensors, out)
+        return lambda out: Judged(out, eager, exact, "the graph in float64")
     places = sample(region, sizes, device)
     batch = {name: found for name, found in places.items() if name != "q_idx"}
     exact = evaluate(region, tensors, lengths, torch.float64, places["q_idx"], batch=batch)
     eager = original(match, tensors, out) if scores <= EAGER_SCORES.get(device.type, 0) else None
     sampled = "its meaning in float64 on sampled rows"
     against = f"eager, and {sampled}" if eager is not None else sampled
-    picked = [None if x is None else pick(x, region, places) for x in (out, eager)]
-    return Judged(picked[0], picked[1], exact, against)  # type: ignore[arg-type]
-
-
-def sample(region: AttentionRegion, sizes: Mapping[str, int], device: torch.device) -> dict[str, Tensor]:
-    """Rows by random, and two positions of each batch axis, outermost first, while K and V in float64 take too much."""
-    lengths = {v.name: sizes[v.name.upper()] for v in region.batch}
-    wide = 8 * sizes["N"] * (region.head_size + extent(region.dv))
-    found = {"q_idx": some(sizes["M"], SAMPLED_ROWS, device)}
-    for name, length in lengths.items():
-        if wide * math.prod(lengths.values()) > SAMPLED_BYTES.get(device.type, 0):
-            found[name] = some(length, 2, device)
-            lengths[name] = len(found[name])
-    return found
-
-
-def some(length: int, count: int, device: torch.device) -> Tensor:
-    """At most `count` positions in order."""
-    return torch.randperm(length, device=device)[:count].sort().values
-
-
-def pick(x: Tensor, region: AttentionRegion, places: Mapping[str, Tensor]) -> Tensor:
-    """O at the sampled places."""
-    for name, found in places.items():
-        x = x.index_select(region.out_axes.index(name), found)
-    return x
-
-
-def original(match: Match, tensors: list[Tensor], out: Tensor, dtype: torch.dtype | None = None) -> Tensor | None:
-    """O from the graph's own nodes in the shape of `out`; None where the device has no room for its scores."""
-    try:
-        found = run_original(match, tensors, dtype).reshape(out.shape)
-    except torch.OutOfMemoryError:
-        return None
-    return found.nan_to_num(0.0) if match.region.empty_row == "zero" else found
+    picked = None if eager is None else pick(eager, region, places)
+    return lambda out: Judged(pick(out, region, places), picked, exact, against)
 
 
 def judge_log_sums(match: Match, launch: Launch, sizes: Mapping[str, int], device: torch.device) -> Verdict | None:
@@ -234,67 +207,37 @@ def only(judged: Judged, of: Tensor) -> Judged:
 
 def judge_gradients(
     match: Match, launch: Launch, backward: Gradients, sizes: Mapping[str, int], device: torch.device
-) -> Verdict | None:
-    """The first failed verdict on a gradient: of Q, K, V, and of all else that learns. None where all agree."""
+) -> Callable[[], Verdict | None]:
+    """What runs the kernels, and finds the first failed verdict on a gradient: of Q, K, V, and of all else that learns.
+    None where all agree. What is right has been computed."""
     region = match.region
     tensors, out, lengths = example(match, sizes, device)
-    lse = log_sums(match, sizes, device)
-    launch(out, tensors, lengths, lse)
     grad = torch.randn(out.shape, device=device, generator=torch.Generator(device).manual_seed(1)).to(out.dtype)
     given = zip(region.operands, tensors, strict=True)
     wanted = [i for i, (o, t) in enumerate(given) if o.name in held(match) and t.is_floating_point()]
-    grads = [torch.full_like(t, float("nan")) if i in wanted else None for i, t in enumerate(tensors)]
+    lse = log_sums(match, sizes, device)
     rows = lse.shape[: len(region.batch) + 1]
     grad_lse = torch.randn(rows, device=device) if any(learns(s.node) for s in match.sums) else None
-    more = [lse.new_zeros(rows) if grad_lse is None else grad_lse] if region.lse else []
-    backward(grads, out, grad, lse, *more, tensors, lengths)
-    eager, exact, against = expected_gradients(match, grad, tensors, lengths, wanted, grad_lse)
-    if region.empty_row == "nan" and bool((whole(lse, region) == -math.inf).any()):
-        # Such a row's weights are NaN, and so is eager's gradient of V; in the kernel it takes no part.
-        without = gradients(replace(region, empty_row="zero"), grad, tensors, lengths, wanted, grad_lse)
-        exact = [torch.where(x.isnan(), y, x) for x, y in zip(exact, without, strict=True)]
-    for i, mine, best in zip(wanted, eager, exact, strict=True):
-        o, got = region.operands[i], grads[i]
-        assert got is not None
-        judged = Judged(got, mine, best, f"{against}, for the gradient of {o.name}")
-        coarse = max(o.dtype, region.out_dtype, key=lambda t: FLOOR[getattr(torch, t)])
-        verdict = judge(judged, coarse, GRADIENT_MULTIPLE)
-        if not verdict.passed:
-            return verdict
-    return None
+    eager, right, against = expected_gradients(match, grad, tensors, lengths, wanted, grad_lse)
 
-
-def expected_gradients(
-    match: Match, grad: Tensor, tensors: list[Tensor], lengths: Sequence[int], wanted: Sequence[int],
-    grad_lse: Tensor | None,
-) -> tuple[Sequence[Tensor | None], Sequence[Tensor], str]:  # fmt: skip
-    """(eager's, the exact ones, what those are): the graph's own nodes under autograd where there is room for what that
-    keeps, else the region's meaning a block of rows at a time."""
-    keys = dict(zip(match.region.sizes, lengths, strict=True)).get("N", 1)
-    scores = grad.numel() // max(grad.shape[match.region.out_axes.index("dv")], 1) * keys
-    if scores <= EXACT_SCORES.get(grad.device.type, 0) // KEPT and match.region.empty_row == "nan":
-        found = [differentiated(match, grad, tensors, wanted, dtype, grad_lse) for dtype in (None, torch.float64)]
-        if found[1] is not None:
-            return found[0] or [None] * len(wanted), found[1], "autograd in float64"
-    exact = gradients(match.region, grad, tensors, lengths, wanted, grad_lse)
-    return [None] * len(wanted), exact, "autograd"
-
-
-def differentiated(
-    match: Match, grad: Tensor, tensors: list[Tensor], wanted: Sequence[int], dtype: torch.dtype | None,
-    grad_lse: Tensor | None,
-) -> list[Tensor] | None:  # fmt: skip
-    """Gradients from the graph's own nodes; None where they cannot be run so. `grad_lse` is that of one log-sum-exp."""
-    leaves = [t.detach().requires_grad_(i in wanted) for i, t in enumerate(tensors)]
-    asked = [leaves[i] for i in wanted]
-    try:
-        with torch.enable_grad():
-            results, given = [run_original(match, leaves, dtype).reshape(grad.shape)], [grad]
-            for s in [s for s in match.sums if learns(s.node)][:1] if grad_lse is not None else []:
-                results.append(run_original(match, leaves, dtype, s.node))
-                given.append(arranged(grad_lse, match.region, s))
-            given = [g.to(x.dtype) for g, x in zip(given, results, strict=True)]
-            found = torch.autograd.grad(results, asked, given, allow_unused=True)
-    except RuntimeError:  # out of memory, or it writes into what it was given
+    def judged() -> Verdict | None:
+        launch(out, tensors, lengths, lse)
+        grads = [torch.full_like(t, float("nan")) if i in wanted else None for i, t in enumerate(tensors)]
+        more = [lse.new_zeros(rows) if grad_lse is None else grad_lse] if region.lse else []
+        backward(grads, out, grad, lse, *more, tensors, lengths)
+        exact = right
+        if region.empty_row == "nan" and bool((whole(lse, region) == -math.inf).any()):
+            # Such a row's weights are NaN, and so is eager's gradient of V; in the kernel it takes no part.
+            without = gradients(replace(region, empty_row="zero"), grad, tensors, lengths, wanted, grad_lse)
+            exact = [torch.where(x.isnan(), y, x) for x, y in zip(right, without, strict=True)]
+        for i, mine, best in zip(wanted, eager, exact, strict=True):
+            o, got = region.operands[i], grads[i]
+            assert got is not None
+            judged = Judged(got, mine, best, f"{against}, for the gradient of {o.name}")
+            coarse = max(o.dtype, region.out_dtype, key=lambda t: FLOOR[getattr(torch, t)])
+            verdict = judge(judged, coarse, GRADIENT_MULTIPLE)
+            if not verdict.passed:
+                return verdict
         return None
-    return [torch.zeros_like(x) if g is None else g for g, x in zip(found, asked, strict=True)]
+
+    return judged
