@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, cast
 
 import pytest
@@ -37,7 +41,7 @@ def compiled_by_inductor(monkeypatch: pytest.MonkeyPatch) -> list[object]:
     return graphs
 
 
-@pytest.fixture(params=[False, True], ids=["recomputed", "by a backward kernel"])
+@pytest.fixture(params=[False, True], ids=["as it is", "by a backward kernel"])
 def how_it_learns(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
     """On a CPU gradients are recomputed; here in the form of a generated kernel's, too."""
 
@@ -247,3 +251,13 @@ def test_functional_derivatives_around() -> None:
         compare(got, wanted, 1e-4)
     stacked = [torch.stack([x, x.cos()]) for x in args]
     compare(torch.vmap(run)(*stacked), torch.vmap(attend)(*stacked), 1e-4)
+
+
+@pytest.mark.skipif(bool(os.environ.get("TRITON_INTERPRET")), reason="this is the interpreter")
+def test_in_the_interpreter() -> None:
+    """The same, by generated kernels."""
+    chosen = "not backward and (nothing and one or again or second_order)"
+    command = [sys.executable, "-m", "pytest", "-n", "0", "-q", "-p", "no:cacheprovider", __file__, "-k", chosen]
+    env = {**os.environ, "TRITON_INTERPRET": "1"}
+    done = subprocess.run(command, capture_output=True, text=True, env=env, cwd=Path(__file__).parent, check=False)
+    assert done.returncode == 0, done.stdout[-4000:]
