@@ -32,9 +32,9 @@ def direct(module: GraphModule) -> Callable[..., Any] | None:
     if torch._C._functorch.peek_interpreter_stack() is not None:
         return None
     made = copy_of(module)
-    if not all(map(kept, made.graph.nodes)):
-        return None
     inputs = made.graph.find_nodes(op="placeholder")
+    if not inputs or not all(map(kept, made.graph.nodes)):
+        return None
     with made.graph.inserting_after(inputs[-1]):
         for x in reversed(inputs):
             val = x.meta["val"]
@@ -55,7 +55,7 @@ def kept(node: Node) -> bool:
 def view(node: Node) -> bool:
     """Whether an operator gives its first argument again, in another shape or order at most: no arithmetic."""
     schema, found = node.target._schema, node.meta.get("val")  # type: ignore[union-attr]
-    if schema.is_mutable or not schema.arguments or schema.arguments[0].alias_info is None:
+    if schema.is_mutable or not node.args or schema.arguments[0].alias_info is None:
         return False
     values = [value(node.args[0]), *(found if isinstance(found, list | tuple) else [found])]
     plain = all(isinstance(x, Tensor) and static(x) and not x.is_conj() and not x.is_neg() for x in values)
