@@ -64,12 +64,10 @@ def view(node: Node) -> bool:
 
 def called(node: Node) -> bool:
     """Let a node call the function instead of our operator; False where it is another's, or its lengths change."""
-    name = node.target._schema.name.removeprefix("fusecomp::")  # type: ignore[union-attr]
-    if name.endswith("_fixed"):
-        node.target = CALLS[name.removesuffix("_fixed")]
-        return True
-    call = fixed(*node.args[1:]) if name in CALLS else None
-    if call is None:
+    target: OpOverload = node.target  # type: ignore[assignment]
+    name = target._opname.removesuffix("_fixed")
+    if target.namespace != "fusecomp" or name not in CALLS:
         return False
+    call = fixed(*node.args[1:]) if target._opname == name else node.args[1]
     node.target, node.args = CALLS[name], (node.args[0], call)
-    return True
+    return call is not None
