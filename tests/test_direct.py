@@ -117,8 +117,14 @@ def test_nothing_is_compiled(name: str, learn: bool, compiled_by_inductor: list[
     assert not compiled_by_inductor
 
 
+OTHERS = torch.library.Library("test_direct", "DEF")
+OTHERS.define("attention_fixed(Tensor x, str call) -> Tensor")
+OTHERS.impl("attention_fixed", lambda x, call: x + len(call), "CompositeExplicitAutograd")
+torch.library.register_fake("test_direct::attention_fixed", lambda x, call: torch.empty_like(x), lib=OTHERS)
+
 MORE: dict[str, tuple[Fn, dict[str, Any]]] = {
     "arithmetic": (lambda q, k, v: attend(q, k, v) + 1, {}),
+    "another's operator": (lambda q, k, v: torch.ops.test_direct.attention_fixed(attend(q, k, v), "five!"), {}),
     "a write": (lambda q, k, v: attend(q, k, v).zero_(), {}),
     "its log-sum-exp": (summed, {}),
     "a cast": (lambda q, k, v: attend(q, k, v).half(), {}),
