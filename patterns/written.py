@@ -5,7 +5,7 @@
     [Q K_1^T, .., Q K_n^T]                   Q [K_1; ..; K_n]^T                          patterns/together.py
     p[:n] V + p[n:] W,  p a softmax          p [V; W]                                    patterns/joined.py
     f p / g(sum f p) V,  p a softmax         N / g(D),  [N, D] = f p [V, 1]              patterns/renormalised.py
-    (softmax(a) - lam softmax(b)) V          softmax(a) V - lam (softmax(b) V)          patterns/sums.py
+    (softmax(a) - lam W) V                   softmax(a) V - lam (W V)                   patterns/sums.py
     sum_p sum_s w[p, s] v[p, s]              sum_n w[n] v[n]                            patterns/folding.py
     dropout(P, p)                            P f(seed, place)                           patterns/dropout.py
 

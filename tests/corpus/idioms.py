@@ -348,9 +348,27 @@ def difference_that_is_returned(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor
     return p @ v, p
 
 
-@CASES.decline(square)
+@CASES.fuse(square)
 def softmax_less_the_identity(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    return (scores(q, k).softmax(-1) - torch.eye(21, dtype=q.dtype)) @ v
+    return (scores(q, k).softmax(-1) - torch.eye(k.shape[-2], dtype=q.dtype, device=q.device)) @ v
+
+
+@CASES.fuse()
+def share_for_every_key(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return (0.9 * scores(q, k).softmax(-1) + 0.005) @ v
+
+
+@CASES.fuse(lambda d: [*square(d), d(3), d(3, d.n(21), d.n(21))], grad=(0, 1, 2, 3, 4))
+def gated_mixture_with_a_table(q: Tensor, k: Tensor, v: Tensor, gate: Tensor, table: Tensor) -> Tensor:
+    """ConViT"""
+    g = gate.sigmoid().view(1, -1, 1, 1)
+    return ((1.0 - g) * scores(q, k).softmax(-1) + g * table.softmax(-1)) @ v
+
+
+@CASES.decline(reason="read elsewhere too")
+def softmax_and_its_scores(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    s = scores(q, k)
+    return (s.softmax(-1) + 0.1 * s) @ v
 
 
 # ----------------------------------------------------------------------------------------------------------------
