@@ -19,7 +19,7 @@ from fusecomp.planning.hopper import hopper_cost
 from fusecomp.planning.plan import plan
 from fusecomp.planning.tile import TilePlan
 
-AT_MOST = 0.9
+AT_MOST = 0.88
 """Of the time that is predicted for the portable kernel, what this one may be predicted to take: short launches of that
 are over sooner than predicted (hopper_h200.json)."""
 LEAST_BUFFERS = 2

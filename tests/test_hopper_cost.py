@@ -15,7 +15,11 @@ from fusecomp.codegen.hopper_choice import planned
 from fusecomp.planning import device
 from fusecomp.planning.workload import Workload
 
-RECORD = Path(__file__).parent.parent / "examples" / "bench" / "records" / "hopper_h200.json"
+FOLDER = Path(__file__).parent.parent / "examples" / "bench" / "records"
+RECORDS = [json.loads((FOLDER / name).read_text()) for name in ("hopper_h200.json", "hopper_short_h200.json")]
+WORDS = {"alibi", "prefix", "documents", "bias"}
+"""What `tiles` has no numbers for."""
+PLAIN = [r for record in RECORDS for r in record["rows"] if not WORDS & set(r["case"])]
 NAMES = {"heads": 16, "batch": 1, "d": 128}
 
 
@@ -27,22 +31,20 @@ def predicted(case: dict[str, Any]) -> float | None:
 
 
 def test_predictions_are_near_what_was_measured() -> None:
-    rows = [r for r in json.loads(RECORD.read_text())["rows"] if r["impl"] == "hopper"]
-    rows = [r for r in rows if not {"alibi", "prefix", "documents", "bias"} & set(r["case"])]
+    rows = [r for r in PLAIN if r["impl"] == "hopper"]
     pairs = [(predicted(r["case"]), (r["burst_ms"] + r["sustained_ms"]) / 2e3) for r in rows]
     off = [abs(seconds / measured - 1) for seconds, measured in pairs if seconds is not None]
-    assert len(off) > 10
+    assert len(off) > 30
     assert statistics.median(off) < 0.05
-    assert max(off) < 0.25
+    assert max(off) < 0.15
 
 
 def test_the_faster_of_two_kernels_is_chosen() -> None:
-    """Or one that takes as long, but for a tenth: back to back, as its record has them."""
+    """Or one that takes as long, but for a tenth: back to back, as the records have them."""
     found: dict[str, dict[str, float]] = {}
-    for r in json.loads(RECORD.read_text())["rows"]:
-        found.setdefault(json.dumps(r["case"]), {})[r["impl"]] = r["sustained_ms"]
-    plain = {k: v for k, v in found.items() if not {"alibi", "prefix", "documents", "bias"} & set(json.loads(k))}
-    for case, ms in plain.items():
+    for r in PLAIN:
+        found.setdefault(json.dumps(r["case"]), {}).setdefault(r["impl"], r["sustained_ms"])
+    for case, ms in found.items():
         chosen = "hopper" if predicted(json.loads(case)) is not None else "portable"
         assert ms[chosen] <= 1.1 * min(ms["hopper"], ms["portable"]), case
 

@@ -1,9 +1,9 @@
-"""The constants of the Hopper kernel's cost (`fusecomp/planning/cost_hopper.py`), fitted on a record of `hopper.py`.
+"""The constants of the Hopper kernel's cost (`fusecomp/planning/cost_hopper.py`), fitted on records of `hopper.py`.
 
-    python examples/bench/fit_hopper.py [RECORD.json] [--fit] [--rounds 200]
+    python examples/bench/fit_hopper.py [RECORD.json ...] [--fit] [--rounds 200]
 
-Times are the mean of a burst and of launches back to back. With --fit each workload is also predicted by constants
-that were fitted on all others.
+A case of several records counts in the first. Times are the mean of a burst and of launches back to back. With --fit
+each workload is also predicted by constants that were fitted on all others.
 """
 
 from __future__ import annotations
@@ -24,21 +24,21 @@ from fusecomp.planning import device
 from fusecomp.planning.cost_hopper import HOPPER, HOPPER_FITTED
 from fusecomp.planning.hopper import hopper_inputs, hopper_tile
 
-RECORD = Path(__file__).parent / "records" / "hopper_h200.json"
+FOLDER = Path(__file__).parent / "records"
+RECORDS = [FOLDER / "hopper_h200.json", FOLDER / "hopper_short_h200.json"]
 H200 = device.find("h200")
 Row = tuple[str, dict[str, float], float]
 """Name, a number for each symbol, seconds measured."""
 
 
-def measured(record: Mapping[str, Any]) -> list[Row]:
+def measured(records: Sequence[Mapping[str, Any]]) -> list[Row]:
     """The Hopper kernel's rows."""
-    found = []
-    for row in record["rows"]:
-        if row["impl"] == "hopper":
-            case = Case(**row["case"])
-            given = hopper_inputs(case.region, case.sizes, H200, hopper_tile(plans(case)["hopper"]))
-            found.append((case.name, given, (row["burst_ms"] + row["sustained_ms"]) / 2e3))
-    return found
+    found: dict[str, Row] = {}
+    for row in (row for record in records for row in record["rows"] if row["impl"] == "hopper"):
+        case = Case(**row["case"])
+        given = hopper_inputs(case.region, case.sizes, H200, hopper_tile(plans(case)["hopper"]))
+        found.setdefault(case.name, (case.name, given, (row["burst_ms"] + row["sustained_ms"]) / 2e3))
+    return list(found.values())
 
 
 def off(row: Row, constants: Mapping[str, float]) -> float:
@@ -67,11 +67,12 @@ def search(rows: Sequence[Row], constants: Mapping[str, float], rounds: int) -> 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("record", nargs="?", default=RECORD)
+    parser.add_argument("records", nargs="*", default=RECORDS)
     parser.add_argument("--fit", action="store_true")
     parser.add_argument("--rounds", type=int, default=200)
     chosen = parser.parse_args()
-    rows, constants = measured(json.loads(Path(chosen.record).read_text())), dict(HOPPER_FITTED)
+    rows = measured([json.loads(Path(record).read_text()) for record in chosen.records])
+    constants = dict(HOPPER_FITTED)
     unseen = {}
     if chosen.fit:
         unseen = {row[0]: off(row, search([r for r in rows if r is not row], constants, chosen.rounds)) for row in rows}
