@@ -56,6 +56,7 @@ from fusecomp.codegen.program import batch_axes, columns, edge_loop, key_range, 
 from fusecomp.codegen.skeletons import fill
 from fusecomp.codegen.source import KernelSource, check
 from fusecomp.codegen.table import full_tiles, table_row
+from fusecomp.codegen.table_ranges import gradient_kernels
 from fusecomp.errors import KernelError
 from fusecomp.ir.region import AttentionRegion
 from fusecomp.planning.backward import BackwardPlan, pair_plan
@@ -166,7 +167,7 @@ def hopper_kernels(
         made["query_gradient"] = hopper_backward_queries.query_gradient(frame)
         made["key_gradients"] = hopper_backward_keys.key_gradients(other)
     params = {kernel: p for kernel, (_, p) in made.items()}
-    functions = hopper_backward.helpers([body for body, _ in made.values()])
+    functions = hopper_backward.helpers([body for body, _ in made.values()]) + gradient_kernels(frame, other, once)
     own = hopper_once.layouts(other) if once else hopper_backward.query_layout(frame)
     launcher = hopper_backward_launcher.launch(frame, other, params, fixed, once)
     return functions, launcher, [*hopper_backward.header(other), *own]
@@ -175,7 +176,8 @@ def hopper_kernels(
 def backward_key(region: AttentionRegion, plan: BackwardPlan, learned: frozenset[str] = frozenset()) -> str:
     """A hash of what decides the kernels' text."""
     tiles = [(p.block_m, p.block_n, p.d_chunks, p.dv_chunks, p.warps, p.stages) for p in (plan.queries, plan.keys)]
-    more = [plan.queries.consumers, plan.once] if plan.queries.consumers else ["table"] * (plan.keys.visits == "table")
+    more = [plan.queries.consumers, plan.once] if plan.queries.consumers else []
+    more += ["table"] * (plan.keys.visits == "table")
     decided = (VERSION, "backward", region.key, tiles, sorted(learned), *more)
     return hashlib.sha256(repr(decided).encode()).hexdigest()[:16]
 

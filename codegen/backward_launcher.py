@@ -83,10 +83,10 @@ def backward_launch(frames: dict[str, GradientFrame], params: dict[str, list[str
     block = TilePlan("", DELTA_ROWS, 0, (), (), 4, 1)
     lines += call(queries, "row_products", query_grid(queries, DELTA_ROWS), params["row_products"], block)
     grid = query_grid(queries, plan.block_m)
-    kernel = [*_listed(queries, "key_tiles"), *call(queries, "query_gradient", grid, params["query_gradient"], plan)]
+    kernel = [*listed(queries, "key_tiles"), *call(queries, "query_gradient", grid, params["query_gradient"], plan)]
     lines += where_wanted(asked, kernel, region)
     grid = key_grid(keys, other.block_n)
-    kernel = [*_listed(keys, "query_tiles"), *call(keys, "key_gradients", grid, params["key_gradients"], other)]
+    kernel = [*listed(keys, "query_tiles"), *call(keys, "key_gradients", grid, params["key_gradients"], other)]
     lines += where_wanted(seen, kernel, region)
     for name in learned(queries):
         if name in queries.learned:
@@ -107,7 +107,7 @@ def begun(frame: GradientFrame, fixed: Fixed) -> Lines:
     ]
 
 
-def _listed(frame: GradientFrame, function: str) -> Lines:
+def listed(frame: GradientFrame, function: str) -> Lines:
     """The table that a kernel visits by, of the masks as they are now."""
     if not frame.tabled:
         return []

@@ -6,6 +6,7 @@ from fusecomp.codegen.backward_frame import GradientFrame
 from fusecomp.codegen.backward_table import table_row
 from fusecomp.codegen.bounds import chain, in_int32
 from fusecomp.codegen.printer import triton_text
+from fusecomp.codegen.visited import FULL, query_row
 from fusecomp.ir.expr import Expr, Var
 from fusecomp.ir.poly import is_natural
 from fusecomp.ir.ranges import Bound
@@ -15,6 +16,8 @@ Lines = list[str]
 
 def query_range(frame: GradientFrame) -> Lines:
     """[q_begin, q_end) are the queries that see a key of the tile; all of [full_begin, full_end) see all of it."""
+    if frame.ranged:
+        return [*query_row(frame), *FULL]
     if frame.tabled:
         return table_row(frame)
     found, size = frame.rows_reach, triton_text(frame.q_idx.size, frame.names)
@@ -40,7 +43,7 @@ def query_range(frame: GradientFrame) -> Lines:
 
 
 def begin_name(frame: GradientFrame) -> str:
-    return "q_begin" if frame.rows_reach.lower else "0"
+    return "q_begin" if frame.rows_reach.lower or frame.ranged else "0"
 
 
 def full_begin(frame: GradientFrame) -> str:
@@ -48,7 +51,7 @@ def full_begin(frame: GradientFrame) -> str:
 
 
 def end_name(frame: GradientFrame) -> str:
-    return "q_end" if frame.rows_reach.upper else triton_text(frame.q_idx.size, frame.names)
+    return "q_end" if frame.rows_reach.upper or frame.ranged else triton_text(frame.q_idx.size, frame.names)
 
 
 def edge_loop(frame: GradientFrame) -> Lines:

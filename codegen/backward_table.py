@@ -20,8 +20,9 @@ from fusecomp.codegen.launcher import by_name, rounded_up
 from fusecomp.codegen.printer import triton_text
 from fusecomp.codegen.program import factor
 from fusecomp.codegen.skeletons import fill
-from fusecomp.codegen.table import LARGER, TableFrame, listed, row_of, states_kernel, table
+from fusecomp.codegen.table import LARGER, TableFrame, listed, states_kernel, table
 from fusecomp.codegen.tile import indented
+from fusecomp.codegen.visited import row_of
 from fusecomp.ir.expr import Var
 
 Lines = list[str]

@@ -162,6 +162,11 @@ class Frame:
         """Whether the tiles of keys come from a table, made of the mask's data."""
         return self.plan.visits == "table" and not self.every_key
 
+    @property
+    def ranged(self) -> bool:
+        """Whether the table has a range of tiles for each row, not a list."""
+        return self.tabled and self.plan.consumers > 0
+
     @cached_property
     def needs_pivot(self) -> bool:
         """Whether a row's maximum may still be -inf after its first tile: not where key 0 is in every row's first tile,
@@ -223,7 +228,8 @@ class Frame:
     @property
     def k_end(self) -> str:
         """Name of the end of the keys that a tile visits."""
-        plain = self.every_key or self.tabled or (not self.reach.upper and self.plan.skeleton == "prefill")
+        plain = not self.reach.upper and self.plan.skeleton == "prefill"
+        plain = self.every_key or (not self.ranged if self.tabled else plain)
         return str(self.kv_idx.size) if plain else "k_end"
 
     @cached_property
@@ -236,7 +242,7 @@ class Frame:
 
     @property
     def k_begin(self) -> str:
-        begins = self.plan.skeleton == "decode" or (self.reach.lower and not self.tabled)
+        begins = self.plan.skeleton == "decode" or (self.ranged if self.tabled else self.reach.lower)
         return "k_begin" if begins else "0"
 
     @property

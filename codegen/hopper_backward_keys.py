@@ -104,8 +104,9 @@ def _walked_queries(frame: GradientFrame, share: Share) -> str:
     """The loops over the tiles of queries that see a key."""
     found = frame.rows_reach
     begin, end = ranges.begin_name(frame), ranges.end_name(frame)
-    cut = bool(found.upper or query_values(frame, edge=True))  # else Q = dO = 0 and P = 0 past the end
+    cut = bool(found.upper or query_values(frame, edge=True) or frame.tabled)  # else Q = dO = 0, P = 0 past the end
     tests = [*(x.term for x in (*found.lower, *found.upper)), *found.loose]
+    tests, loose = (list(frame.region.keep), []) if frame.tabled else (tests, list(found.loose))
     edge = key_step(frame, tests, share, edge=True)
     before = f"for q_start in range({begin}, tl.minimum(full_begin, {end}), BLOCK_M):"
     after = f"for q_start in range(full_end, {end}, BLOCK_M):"
@@ -113,10 +114,10 @@ def _walked_queries(frame: GradientFrame, share: Share) -> str:
         "member": member(frame),
         "fixed": fixed_values(frame, inside=True),
         "query_range": ranges.query_range(frame),
-        "before": [before, *indented(edge.splitlines()), ""] if found.lower else [],
+        "before": [before, *indented(edge.splitlines()), ""] if found.lower or frame.tabled else [],
         "begin": ranges.full_begin(frame),
         "end": "full_end" if cut else end,
-        "step": key_step(frame, list(found.loose), share, edge=False),
+        "step": key_step(frame, loose, share, edge=False),
         "after": [after, *indented(edge.splitlines())] if cut else [],
     })  # fmt: skip
 

@@ -4,7 +4,15 @@ from __future__ import annotations
 
 from fusecomp.codegen.backward_exact import Fixed
 from fusecomp.codegen.backward_frame import GradientFrame
-from fusecomp.codegen.backward_launcher import begun, call, key_grid, query_grid, where_wanted, with_gradients
+from fusecomp.codegen.backward_launcher import (
+    begun,
+    call,
+    key_grid,
+    listed,
+    query_grid,
+    where_wanted,
+    with_gradients,
+)
 from fusecomp.codegen.hopper import REGISTERS
 from fusecomp.codegen.hopper_backward import STAY, blocks
 from fusecomp.codegen.launcher import arguments, rounded_up, wrapped
@@ -30,14 +38,15 @@ def launch(
         sums = f"{heads}, {rows} * {extent(region.dv)}"
         made.append(f"dq_sums = torch.zeros({sums}, dtype=torch.float32, device=out.device)")
         kernels = where_wanted(both, [
-            *_launched(keys, "all_gradients", params, key_grid(keys, STAY)),
+            *listed(keys, "query_tiles"), *_launched(keys, "all_gradients", params, key_grid(keys, STAY)),
             *_by_rows(queries, "query_gradient", params, queries.plan.block_m),
         ], region)  # fmt: skip
     else:
         query_gradient = _launched(queries, "query_gradient", params, query_grid(queries, STAY))
+        key_gradients = _launched(keys, "key_gradients", params, key_grid(keys, STAY))
         kernels = [
-            *where_wanted([p.q.operand], query_gradient, region),
-            *where_wanted(seen, _launched(keys, "key_gradients", params, key_grid(keys, STAY)), region),
+            *where_wanted([p.q.operand], [*listed(queries, "key_tiles"), *query_gradient], region),
+            *where_wanted(seen, [*listed(keys, "query_tiles"), *key_gradients], region),
         ]
     return [
         *begun(queries, fixed),

@@ -18,7 +18,7 @@ from fusecomp.codegen.memory import element_loads, element_pointers, fixed_loads
 from fusecomp.codegen.printer import triton_dtype, triton_text
 from fusecomp.codegen.program import ROW_INDICES, batch_axes, full_range, key_range
 from fusecomp.codegen.skeletons import fill
-from fusecomp.codegen.tile import indented, places
+from fusecomp.codegen.tile import indented, places, tests_of_edge
 from fusecomp.ir.expr import Expr, Var
 from fusecomp.ir.region import extent
 
@@ -32,7 +32,7 @@ def query_gradient(frame: GradientFrame) -> tuple[str, list[str]]:
         **shared, "q_bytes": str(2 * STAY * size * 2), "k_bytes": f"BLOCK_N * {2 * size}",
         "begin": frame.k_begin, "end": frame.k_end, **copies(frame, "query_gradient", ["q", "do", "k", "v"]),
     })  # fmt: skip
-    edge = query_step(frame, list(frame.reach.tested), edge=True)
+    edge = query_step(frame, list(tests_of_edge(frame)), edge=True)
     begins = frame.k_begin != "0"
     before = f"for k_start in range(k_begin, tl.minimum(full_begin, {frame.k_end}), BLOCK_N):"
     rows = f"q_row = tl.minimum(row, {triton_text(frame.q_idx.size, frame.names)} - 1 - q_start)"
@@ -40,7 +40,7 @@ def query_gradient(frame: GradientFrame) -> tuple[str, list[str]]:
         **shared, "rows": [rows, *ROW_INDICES], "pointers": element_pointers(frame), "full_range": full_range(frame),
         "before": [before, *indented(edge.splitlines()), ""] if begins else [],
         "begin": "full_begin" if begins else "0", "end": "full_end",
-        "step": query_step(frame, list(frame.reach.loose), edge=False),
+        "step": query_step(frame, [] if frame.tabled else list(frame.reach.loose), edge=False),
         "after": [f"for k_start in range(full_end, {frame.k_end}, BLOCK_N):", *indented(edge.splitlines())],
         "size": str(size), "dtype": triton_dtype(frame.region.out_dtype), "factor": scaled_by("", frame.factor_of(0)),
         **copies(frame, "query_gradient", ["dq"]),

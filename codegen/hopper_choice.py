@@ -15,6 +15,7 @@ from fusecomp.codegen.hopper import expresses, specialised
 from fusecomp.ir.region import AttentionRegion
 from fusecomp.patterns.masks import hiding
 from fusecomp.planning.device import Device
+from fusecomp.planning.holes import filled
 from fusecomp.planning.hopper import hopper_cost
 from fusecomp.planning.plan import plan
 from fusecomp.planning.tile import TilePlan
@@ -26,11 +27,8 @@ LEAST_BUFFERS = 2
 """Tiles in shared memory of what the score reads for each pair. With two a bias of each head (B 4, H 16, N 4096, D 64)
 takes 0.78 ms where the portable kernel takes 0.99 (probes_h200.json); one is not ready when it is needed."""
 
-
-BY_TABLE = False
-"""Whether it runs masks whose tiles come from a table, too. Packed documents (B 4, H 16, N 4096, D 64) take as long as
-with the portable kernel from a CUDA graph, 0.20 ms, and longer call by call: 0.33 ms (bench_h200.json) beside 0.21
-(bench_first_h200.json)."""
+FILLED = 0.75
+"""Of the tiles from the first to the last that a query sees, where a table says which: a range holds the others too."""
 
 
 def planned(region: AttentionRegion, sizes: Mapping[str, int], device: Device) -> TilePlan | None:
@@ -40,11 +38,16 @@ def planned(region: AttentionRegion, sizes: Mapping[str, int], device: Device) -
     tiles = plan(region, sizes, device)
     if tiles.skeleton != "prefill" or tiles.cost is None:
         return None
-    if tiles.visits == "table" and not (BY_TABLE and expresses(hiding(region))):
-        return None
     own = specialised(region, tiles)
+    if tiles.visits == "table" and not _in_ranges(region, sizes, own.block_n):
+        return None
     frame, pairs = Frame(region, own), pair_loads(region)
     if pairs and (len(frame.copied) < len(pairs) or frame.buffers < LEAST_BUFFERS):
         return None  # what it reads element by element takes longer than its products
     cost = hopper_cost(region, sizes, device, own)
     return replace(own, cost=cost) if cost.seconds <= AT_MOST * tiles.cost.seconds else None
+
+
+def _in_ranges(region: AttentionRegion, sizes: Mapping[str, int], block_n: int) -> bool:
+    """Whether a table of ranges serves it."""
+    return expresses(hiding(region)) and filled(region, sizes, block_n) >= FILLED

@@ -14,7 +14,7 @@ from fusecomp.codegen.frame import Frame
 from fusecomp.codegen.function import quoted
 from fusecomp.codegen.hopper import GROUP_ROWS, REGISTERS, blocks, expresses, holds_q
 from fusecomp.codegen.hopper_functions import BARRIERS, IMPORTS, TANH
-from fusecomp.codegen.hopper_keys import KEY_OF, walk
+from fusecomp.codegen.hopper_keys import walk
 from fusecomp.codegen.hopper_launch import LAUNCH_HELPERS, launch
 from fusecomp.codegen.hopper_skeletons import (
     ATTENTION,
@@ -36,7 +36,7 @@ from fusecomp.codegen.program import ROW_INDICES, decoded, sink_text
 from fusecomp.codegen.skeletons import fill
 from fusecomp.codegen.slope import Slope, sloped
 from fusecomp.codegen.source import names_read, tidy
-from fusecomp.codegen.table import table_kernels
+from fusecomp.codegen.table_ranges import range_kernels
 from fusecomp.codegen.tile import ahead, of_full, tests_of_edge
 from fusecomp.errors import KernelError
 from fusecomp.ir.algebra import apply
@@ -67,9 +67,9 @@ def hopper(frame: Frame, saves_lse: bool = False) -> tuple[str, list[str]]:
     consume, consumed = _function(frame, CONSUME, [*CONSUMER, *more], {**shared, **_consumer(frame, saves_lse)})
     helpers = fill(HELPERS, {"length": length, "m": triton_text(frame.q_idx.size, frame.names)})
     attention, params = _attention(frame, produced, consumed)
-    functions = [*([TANH] if "tanh" in names_read(consume) else []), *([KEY_OF] if frame.tabled else [])]
+    functions = [TANH] if "tanh" in names_read(consume) else []
     texts = [BARRIERS, helpers, *functions, produce, consume, attention, LAUNCH_HELPERS]
-    tables = table_kernels(frame) if frame.tabled else []
+    tables = range_kernels(frame) if frame.tabled else []
     return "\n\n\n".join([*(in_gluon(t.strip()) for t in texts), *tables]), launch(frame, params, saves_lse)
 
 
@@ -157,7 +157,7 @@ def _consumer(frame: Frame, saves_lse: bool) -> Holes:
     shared, keys, (plain, loose) = _weighed(frame, e, slope), walk(frame), of_full(frame, e)
     edge, full = _scored(frame, e, tests_of_edge(frame), slope, True), _scored(frame, plain, loose, slope, False)
     edge_step = fill(STEP, {**shared, **edge, "k_start": keys.begin("block")})
-    full_step = fill(STEP, {**shared, **full, "k_start": keys.full_begin})
+    full_step = fill(STEP, {**shared, **full, "k_start": keys.begin("block")})
     held = HELD.splitlines() if holds_q(frame.plan, size) else []
     above, below = keys.full
     return {

@@ -11,6 +11,7 @@ from fusecomp.codegen.memory import output_address, row_base, row_offsets
 from fusecomp.codegen.philox import fours
 from fusecomp.codegen.printer import triton_dtype, triton_text
 from fusecomp.codegen.turns import WHY, moves_alone, tile_of_turn
+from fusecomp.codegen.visited import FULL, key_row
 from fusecomp.ir.expr import Expr, Var
 from fusecomp.ir.poly import is_natural
 from fusecomp.ir.ranges import Bound
@@ -85,6 +86,8 @@ def columns(frame: Frame) -> Lines:
 
 def key_range(frame: Frame) -> Lines:
     """[k_begin, k_end) is what the tile reaches; no key of [full_begin, full_end) is hidden by a bound."""
+    if frame.ranged:
+        return key_row(frame)
     return [
         *last_query(frame),
         *(_begin(frame) if frame.k_begin == "k_begin" else []),
@@ -101,6 +104,8 @@ def last_query(frame: Frame) -> Lines:
 
 def full_range(frame: Frame) -> Lines:
     """Whole tiles between the greatest lower and the least upper edge over the rows."""
+    if frame.ranged:
+        return FULL
     found, begin = frame.reach, frame.k_begin
     lines = []
     if begin != "0":

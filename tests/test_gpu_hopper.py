@@ -281,7 +281,6 @@ def test_tiles_by_a_table(
 ) -> None:
     """Masks that only the run knows: which tiles of keys are visited, and which need no mask, is looked up."""
     monkeypatch.setattr(visits, "SHARE", float("inf"))
-    monkeypatch.setattr(hopper_choice, "BY_TABLE", True)
     ends = torch.tensor([[n // 3], [n - 3]])
     marks = torch.stack([(torch.arange(n) // 50), torch.arange(n) // 400]) if fn is packed else torch.arange(n) < ends
     args = [torch.randn(2, 4, n, size, device="cuda", dtype=torch.bfloat16) for _ in range(3)]

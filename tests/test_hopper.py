@@ -16,7 +16,6 @@ from golden_kernels import paged
 from kernels import tiles
 from regions import H, M, N, age, attention, b, causal, dropout, filled, grouped, h, kv_idx, load, q_idx, score, times
 
-from fusecomp.codegen import hopper_choice
 from fusecomp.codegen.compiled import cross_compile
 from fusecomp.codegen.copied import copied, pair_loads
 from fusecomp.codegen.emit import emit
@@ -126,16 +125,8 @@ def test_all_of_it_compiles(name: str, saves_lse: bool) -> None:
         assert cross_compile(emit(region, specialised(region, made), saves_lse), 90).shared <= 232_448
 
 
-def test_tiles_by_a_table(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those that the mask cuts by number, of which the first is visited apart, then the run of full ones."""
+def test_masks_that_are_data_are_visited_by_table(monkeypatch: pytest.MonkeyPatch) -> None:
     region = EXPRESSED["documents"]
-    text = emit(region, specialised(region, planned(region))).text
-    assert "k_start = key_of(0, tail, masked, full_begin, tiles, k_tiles)" in text
-    assert text.index("for block in range(1, above):") < text.index("for block in range(above, blocks):")
-    full = text[text.index("for block in range(above, blocks):"):]
-    assert "load0_tile" not in full[: full.index("done += blocks")]
-    assert hopper_plan(region, LONG, find("h200")) is None
-    monkeypatch.setattr(hopper_choice, "BY_TABLE", True)
     monkeypatch.setattr(hopper_choice, "AT_MOST", float("inf"))
     assert (hopper_plan(region, LONG, find("h200")) is not None) == available()
     added = half(apply("add", SCALED, load(0, b, kv_idx, dtype="bfloat16")), loads=[((Size("B"), N), "bfloat16")])

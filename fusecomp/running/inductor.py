@@ -19,16 +19,19 @@ import torch
 
 from fusecomp.running.calls import attend_fixed, attend_with_lse_fixed, differentiate_fixed
 from fusecomp.running.operator import attend, attend_with_lse, differentiate
+from fusecomp.running.visits import visit, visit_fixed
 
 log = logging.getLogger(__name__)
 
 FUNCTIONS: dict[str, Callable[..., Any]] = {
     "attention": attend,
+    "tile_visits": visit,
     "attention_saving": attend_with_lse,
     "attention_gradients": differentiate,
     "attention_fixed": attend_fixed,
     "attention_saving_fixed": attend_with_lse_fixed,
     "attention_gradients_fixed": differentiate_fixed,
+    "tile_visits_fixed": visit_fixed,
 }
 for function in FUNCTIONS.values():
     setattr(torch.ops.fusecomp, function.__name__, function)

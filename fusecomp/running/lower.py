@@ -132,7 +132,7 @@ def for_training(match: Match, tiles: TilePlan, sizes: Mapping[str, int], option
     plans = backward_plan(region, current(), sizes)
     if tiles.visits == "table" and tiles.cost is not None and gradients_visit(tiles.cost.seconds):
         plans = by_table(plans, region, others)
-    if tiles.consumers and tiles.visits == "bounds" and hopper.trains(match):
+    if tiles.consumers and hopper.trains(match):
         plans = hopper_backward.specialised(region, tiles, hopper.in_order(options))
     backward = emit_backward(region, plans, others, fixed(match))
     module = runnable(backward)
