@@ -15,18 +15,24 @@ from test_gpu_hopper import (  # noqa: F401 - `always` is a fixture
     Attend,
     alibi,
     always,
+    attend,
     causal,
     documents,
+    from_one_projection,
     full,
     off,
+    places,
     pytestmark,
+    scores,
     sink,
     window,
 )
 from torch import Tensor
 
+from fusecomp.codegen import hopper_choice
 from fusecomp.codegen.backward import BackwardSource, emit_backward
 from fusecomp.ir.region import AttentionRegion
+from fusecomp.planning import visits
 from fusecomp.planning.backward import BackwardPlan
 from fusecomp.running import lower
 
@@ -90,6 +96,54 @@ def test_gradients_of_heads_side_by_side(planned: list[BackwardPlan]) -> None:
         return causal(*(x.transpose(1, 2) for x in qkv.unbind(2))).transpose(1, 2)
 
     differentiated(fn, [torch.randn(2, 500, 3, 6, 128, device="cuda", dtype=torch.bfloat16)], planned)
+
+
+@pytest.mark.parametrize("deterministic", [True, False])
+@pytest.mark.parametrize("size", [64, 128])
+def test_gradients_of_heads_in_one_row(size: int, deterministic: bool, planned: list[BackwardPlan]) -> None:
+    def values_in_one_row(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return causal(q, k, v.unflatten(-1, (2, -1)).transpose(1, 2))
+
+    shapes = [(2, 4, 613, size), (2, 2, 613, size), (2, 613, 2 * size)]
+    args = [torch.randn(s, device="cuda", dtype=torch.bfloat16) for s in shapes]
+    differentiated(values_in_one_row, args, planned, deterministic)
+
+
+@pytest.mark.parametrize("size", [64, 128])
+def test_gradients_of_one_projection(size: int, planned: list[BackwardPlan]) -> None:
+    args = [torch.randn(2, 500, 12 * size, device="cuda", dtype=torch.bfloat16)]
+    differentiated(from_one_projection, args, planned)
+
+
+DOCUMENTS = {
+    "sorted": lambda i: torch.stack([i // 50, i // 400]),
+    "unsorted": lambda i: torch.stack([i * 7919 % 5, i // 100 % 3]),
+    "each its own": lambda i: torch.stack([i, i // 1]),
+    "padded": lambda i: torch.where(i < torch.tensor([[500], [200]], device=i.device), i // 150, -1),
+}
+
+
+def packed(q: Tensor, k: Tensor, v: Tensor, ids: Tensor) -> Tensor:
+    i, j = places(q, k)
+    same = ids[:, None, -q.shape[2] :, None] == ids[:, None, None, :]
+    return attend(scores(q, k), q, v, same & (j <= i))
+
+
+@pytest.mark.parametrize("deterministic", [True, False])
+@pytest.mark.parametrize(("m", "n", "size"), [(613, 613, 64), (640, 640, 128), (300, 700, 64)])
+@pytest.mark.parametrize("ids", DOCUMENTS)
+def test_gradients_of_documents(
+    ids: str, m: int, n: int, size: int, deterministic: bool, planned: list[BackwardPlan],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """By tables in both directions."""
+    monkeypatch.setattr(visits, "SHARE", float("inf"))
+    monkeypatch.setattr(hopper_choice, "FILLED", 0.0)
+    labels = DOCUMENTS[ids](torch.arange(n, device="cuda"))
+    shapes = [(2, 4, m, size), (2, 2, n, size), (2, 2, n, size)]
+    args = [torch.randn(s, device="cuda", dtype=torch.bfloat16) for s in shapes]
+    differentiated(lambda q, k, v: packed(q, k, v, labels), args, planned, deterministic)
+    assert planned[-1].keys.visits == "table"
 
 
 def test_a_gradient_that_is_expanded(planned: list[BackwardPlan]) -> None:
