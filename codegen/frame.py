@@ -164,7 +164,7 @@ class Frame:
 
     @property
     def ranged(self) -> bool:
-        """Whether the table has a range of tiles for each row, not a list."""
+        """Whether it has a range of tiles for each row, not a list."""
         return self.tabled and self.plan.consumers > 0
 
     @cached_property
@@ -181,9 +181,8 @@ class Frame:
     def element(self) -> Values:
         """What the score, the mask, the weight and the sink read."""
         optional = (self.weight, self.sink, self.filled.score if self.filled else None)
-        bounds = [x.edge for x in (*self.reach.lower, *self.reach.upper)]
-        terms = map(self.packed, self.region.keep)
-        chosen = [self.exponent.score, *bounds, *terms, *(e for e in optional if e is not None)]
+        masks = [*(x.edge for x in (*self.reach.lower, *self.reach.upper)), *map(self.packed, self.region.keep)]
+        chosen = [self.exponent.score, *masks, *(e for e in optional if e is not None)]
         return element_values(chosen, self.kv_idx.name)
 
     @cached_property
@@ -228,15 +227,15 @@ class Frame:
     @property
     def k_end(self) -> str:
         """Name of the end of the keys that a tile visits."""
-        plain = not self.reach.upper and self.plan.skeleton == "prefill"
-        plain = self.every_key or (not self.ranged if self.tabled else plain)
+        bounded = self.reach.upper or self.plan.skeleton != "prefill"
+        plain = self.every_key or not (self.ranged if self.tabled else bounded)
         return str(self.kv_idx.size) if plain else "k_end"
 
     @cached_property
     def ends_in_the_mask(self) -> bool:
         """Whether a key that the mask keeps is before k_end: its bounds are tested row by row, and one ends at N."""
         visits_all = self.every_key or self.tabled or self.plan.skeleton != "prefill"
-        if visits_all or not all(x.slope for x in self.reach.upper):
+        if visits_all or any(not x.slope for x in self.reach.upper):
             return False
         return any(is_natural(apply("sub", self.kv_idx.size, x.edge)) for x in self.reach.upper)
 
