@@ -167,7 +167,9 @@ def hopper_kernels(
         made["query_gradient"] = hopper_backward_queries.query_gradient(frame)
         made["key_gradients"] = hopper_backward_keys.key_gradients(other)
     params = {kernel: p for kernel, (_, p) in made.items()}
-    functions = hopper_backward.helpers([body for body, _ in made.values()]) + gradient_kernels(frame, other, once)
+    functions = hopper_backward.helpers([body for body, _ in made.values()])
+    if frame.tabled:
+        functions += gradient_kernels(frame.region, None if once else frame.plan, other.plan)
     own = hopper_once.layouts(other) if once else hopper_backward.query_layout(frame)
     launcher = hopper_backward_launcher.launch(frame, other, params, fixed, once)
     return functions, launcher, [*hopper_backward.header(other), *own]
@@ -177,7 +179,7 @@ def backward_key(region: AttentionRegion, plan: BackwardPlan, learned: frozenset
     """A hash of what decides the kernels' text."""
     tiles = [(p.block_m, p.block_n, p.d_chunks, p.dv_chunks, p.warps, p.stages) for p in (plan.queries, plan.keys)]
     more = [plan.queries.consumers, plan.once] if plan.queries.consumers else []
-    more += ["table"] * (plan.keys.visits == "table")
+    more += [plan.keys.visits] * (plan.keys.visits != "bounds")
     decided = (VERSION, "backward", region.key, tiles, sorted(learned), *more)
     return hashlib.sha256(repr(decided).encode()).hexdigest()[:16]
 
@@ -213,6 +215,7 @@ def rounded_sums(frame: GradientFrame) -> tuple[str, list[str]]:
 
 def query_gradient(frame: GradientFrame) -> tuple[str, list[str]]:
     """dQ: one program walks the keys of one query tile."""
+    listed = frame.tabled and not frame.ranged
     holes = {
         "program": batch_axes(frame),
         "rows": query_rows(frame),
@@ -222,11 +225,11 @@ def query_gradient(frame: GradientFrame) -> tuple[str, list[str]]:
         "values": queries.query_values(frame),
         "pointers": tile_pointers(frame),
         "accs": queries.accumulators(frame),
-        "key_range": table_row(frame) if frame.tabled else key_range(frame),
-        "full_range": full_tiles() if frame.tabled else whole_tiles(frame),
+        "key_range": table_row(frame) if listed else key_range(frame),
+        "full_range": full_tiles() if listed else whole_tiles(frame),
         "full_begin": "full_begin" if frame.k_begin != "0" or frame.tabled else "0",
         "full_tile": queries.full_tile(frame),
-        "edge_loop": other_tiles(frame, queries.masked_tile(frame), frame.kv_idx) if frame.tabled else edge_loop(frame),
+        "edge_loop": other_tiles(frame, queries.masked_tile(frame), frame.kv_idx) if listed else edge_loop(frame),
         "edge_tile": queries.edge_tile(frame),
         "rescue": queries.rescue(frame),
         "store": queries.store(frame),
@@ -236,7 +239,8 @@ def query_gradient(frame: GradientFrame) -> tuple[str, list[str]]:
 
 def key_gradients(frame: GradientFrame) -> tuple[str, list[str]]:
     """dK and dV: one program walks the queries that see one tile of keys."""
-    cut = other_tiles(frame, keys.masked_tile(frame), frame.q_idx) if frame.tabled else ranges.edge_loop(frame)
+    listed = frame.tabled and not frame.ranged
+    cut = other_tiles(frame, keys.masked_tile(frame), frame.q_idx) if listed else ranges.edge_loop(frame)
     holes: dict[str, str | list[str]] = {
         "program": keys.program(frame),
         "columns": keys.columns(frame),

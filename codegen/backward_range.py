@@ -56,7 +56,7 @@ def end_name(frame: GradientFrame) -> str:
 
 def edge_loop(frame: GradientFrame) -> Lines:
     """The tiles of [q_begin, q_end) outside [full_begin, full_end)."""
-    if not frame.rows_reach.lower:
+    if begin_name(frame) == "0":
         return [
             "# The tiles that the mask or the end of the queries cuts",
             f"for q_start in range(full_end, {end_name(frame)}, BLOCK_M):",

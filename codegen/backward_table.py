@@ -21,6 +21,7 @@ from fusecomp.codegen.printer import triton_text
 from fusecomp.codegen.program import factor
 from fusecomp.codegen.skeletons import fill
 from fusecomp.codegen.table import LARGER, TableFrame, listed, states_kernel, table
+from fusecomp.codegen.table_ranges import gradient_kernels
 from fusecomp.codegen.tile import indented
 from fusecomp.codegen.visited import row_of
 from fusecomp.ir.expr import Var
@@ -61,6 +62,8 @@ TURNED = [
 
 def table_kernels(queries: GradientFrame, keys: GradientFrame) -> list[str]:
     """What makes the two tables, if there are some: kernels, then functions of the host."""
+    if queries.ranged:
+        return gradient_kernels(queries.region, queries.plan, keys.plan)
     if not queries.tabled:
         return []
     own = TableFrame(queries.region, queries.plan)

@@ -47,7 +47,7 @@ def buffers(region: AttentionRegion, plan: TilePlan) -> int:
     2 B (rows (D + min(D, COLUMNS)) + 2 stages keys D) + buffers wide rows keys  <=  MEMORY
     """
     wide, d = sum(WIDTHS[x.dtype] for x in copied(region)), region.head_size
-    if not plan.consumers or not wide or plan.visits == "table":
+    if not plan.consumers or not wide or plan.visits != "bounds":
         return 0
     held = 2 * (plan.block_m * (d + min(d, COLUMNS)) + 2 * plan.stages * plan.block_n * d)
     barriers = BARRIERS - 2 * (plan.stages + plan.consumers)

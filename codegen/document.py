@@ -61,9 +61,10 @@ def _plan(plan: TilePlan) -> Iterator[str]:
     groups = f"{plan.consumers} groups of 4 warps that multiply and one warp that copies"
     who = groups if plan.consumers else f"{plan.warps} warps"
     yield f"    {who}, {plan.stages} stages{through}."
-    if plan.visits == "table":
-        yield "Tiles in which no query sees a key are not visited, and the longest run of those that every query sees"
-        yield "whole reads no mask: `list_visits` finds them in the mask's data, once for all launches that share it."
+    if plan.visits != "bounds":
+        where = "Tiles in which" if plan.visits == "table" else "Keys before the first and after the last tile in which"
+        yield f"{where} no query sees a key are not visited, and the longest run of tiles that every query sees whole"
+        yield "reads no mask: `list_visits` finds them in the mask's data, once for all launches that share it."
     if plan.cost is not None:
         yield _cost(plan.cost)
 

@@ -51,6 +51,7 @@ from fusecomp.codegen.selfcheck import selfcheck
 from fusecomp.codegen.skeletons import COMBINE, DECODE, MODULE, PREFILL, RESCUE, fill
 from fusecomp.codegen.source import KernelSource, check, names_read
 from fusecomp.codegen.table import full_tiles, other_tiles, table_kernels, table_row, visits_of
+from fusecomp.codegen.table_ranges import range_kernels
 from fusecomp.codegen.tile import edge_tile, full_tile, rescue, rounded_sum, unseen_below, visit
 from fusecomp.errors import KernelError
 from fusecomp.ir.region import AttentionRegion
@@ -115,6 +116,8 @@ RESERVED = frozenset({
     "attention", "combine", "log_sum", "maxima", "unseen", "multiprocessors", "key_range", "tiles_of", "unit",
     "place_of", "share_of", "in_rows", "scratch", "states", "tile_states", "list_tiles", "list_visits", "larger",
     "other", "next_tile", "outers", "section", "turns",
+    "own", "near", "far", "each", "some", "every", "begin", "end", "length", "run", "longest", "unlike", "before",
+    "key_ranges", "query_ranges", "last", "count",
     "k_tiles", "seen", "full", "four", "random", "keeps", "kept_tile",
 }) | hopper.NAMES  # fmt: skip
 """What the skeletons call their own variables."""
@@ -147,7 +150,8 @@ def prefill(frame: Frame, saves_lse: bool = False) -> tuple[str, list[str]]:
     full_begin = "full_begin" if frame.k_begin != "0" or frame.tabled else "0"
     kernel, params = finished(frame, PREFILL, "attention", {**holes, "full_begin": full_begin})
     if frame.tabled:
-        kernel = "\n\n".join([kernel, *table_kernels(frame)])
+        made = range_kernels(frame.region, frame.plan) if frame.ranged else table_kernels(frame)
+        kernel = "\n\n".join([kernel, *made])
     return kernel, prefill_launch(frame, "attention", params, saves_lse)
 
 
@@ -203,17 +207,18 @@ def rescue_kernel(frame: Frame, saves_lse: bool) -> tuple[str, list[str]]:
 
 def common(frame: Frame) -> dict[str, list[str]]:
     """The holes that both skeletons have, and fill alike."""
+    listed = frame.tabled and not frame.ranged
     return {
         "rows": query_rows(frame),
         "columns": columns(frame),
         "fixed": fixed_loads(frame),
         "query": query_tiles(frame),
         "pointers": tile_pointers(frame),
-        "key_range": table_row(frame) if frame.tabled else key_range(frame),
-        "full_range": full_tiles() if frame.tabled else whole_tiles(frame),
+        "key_range": table_row(frame) if listed else key_range(frame),
+        "full_range": full_tiles() if listed else whole_tiles(frame),
         "descriptors": descriptors(frame),
         "full_tile": full_tile(frame),
-        "edge_loop": other_tiles(frame) if frame.tabled else edge_loop(frame),
+        "edge_loop": other_tiles(frame) if listed else edge_loop(frame),
         "edge_tile": edge_tile(frame),
     }
 

@@ -160,12 +160,12 @@ class Frame:
     @property
     def tabled(self) -> bool:
         """Whether the tiles of keys come from a table, made of the mask's data."""
-        return self.plan.visits == "table" and not self.every_key
+        return self.plan.visits != "bounds" and not self.every_key
 
     @property
     def ranged(self) -> bool:
         """Whether it has a range of tiles for each row, not a list."""
-        return self.tabled and self.plan.consumers > 0
+        return self.tabled and self.plan.visits == "ranges"
 
     @cached_property
     def needs_pivot(self) -> bool:

@@ -92,7 +92,7 @@ def _looks_up(index: Sequence[Expr]) -> bool:
 
 def specialised(region: AttentionRegion, plan: TilePlan) -> TilePlan:
     """The plan with this kernel's own tile; planning/hopper.py predicts its cost."""
-    size, n = extent(region.dv), 2 if plan.visits == "table" else groups(region)
+    size, n = extent(region.dv), 2 if plan.visits != "bounds" else groups(region)
     tile = replace(plan, block_m=n * GROUP_ROWS, block_n=KEYS[size], warps=4, stages=STAGES[size], pack=1)
     tile = replace(tile, loads="descriptor", consumers=n, cost=None, rejected=())
     narrow = bool(copied(region)) and plan.visits == "bounds" and buffers(region, tile) < 2

@@ -15,7 +15,6 @@ from fusecomp.codegen.hopper import expresses, specialised
 from fusecomp.ir.region import AttentionRegion
 from fusecomp.patterns.masks import hiding
 from fusecomp.planning.device import Device
-from fusecomp.planning.holes import filled
 from fusecomp.planning.hopper import hopper_cost
 from fusecomp.planning.plan import plan
 from fusecomp.planning.tile import TilePlan
@@ -27,9 +26,6 @@ LEAST_BUFFERS = 2
 """Tiles in shared memory of what the score reads for each pair. With two a bias of each head (B 4, H 16, N 4096, D 64)
 takes 0.78 ms where the portable kernel takes 0.99 (probes_h200.json); one is not ready when it is needed."""
 
-FILLED = 0.75
-"""Of the tiles from the first to the last that a query sees, where a table says which: a range holds the others too."""
-
 
 def planned(region: AttentionRegion, sizes: Mapping[str, int], device: Device) -> TilePlan | None:
     """Its plan, where it can express the region and is predicted faster at these lengths than the portable kernel."""
@@ -39,15 +35,10 @@ def planned(region: AttentionRegion, sizes: Mapping[str, int], device: Device) -
     if tiles.skeleton != "prefill" or tiles.cost is None:
         return None
     own = specialised(region, tiles)
-    if tiles.visits == "table" and not _in_ranges(region, sizes, own.block_n):
+    if tiles.visits == "table" or (tiles.visits == "ranges" and not expresses(hiding(region))):
         return None
     frame, pairs = Frame(region, own), pair_loads(region)
     if pairs and (len(frame.copied) < len(pairs) or frame.buffers < LEAST_BUFFERS):
         return None  # what it reads element by element takes longer than its products
     cost = hopper_cost(region, sizes, device, own)
     return replace(own, cost=cost) if cost.seconds <= AT_MOST * tiles.cost.seconds else None
-
-
-def _in_ranges(region: AttentionRegion, sizes: Mapping[str, int], block_n: int) -> bool:
-    """Whether a table of ranges serves it."""
-    return expresses(hiding(region)) and filled(region, sizes, block_n) >= FILLED

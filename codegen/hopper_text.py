@@ -55,7 +55,7 @@ TAKEN = ["q_desc", "k_desc", "v_desc", "out_desc", "counter_ptr", "all_tiles", "
 
 def hopper(frame: Frame, saves_lse: bool = False) -> tuple[str, list[str]]:
     """(kernels, launcher)."""
-    if not expresses(frame.region):
+    if not expresses(frame.region) or (frame.tabled and not frame.ranged):
         raise KernelError("no kernel with warps that only copy expresses this attention; plan a portable one")
     length = "".join(f", {p}" for p in _sizes_of(frame))
     wide = ".to(tl.int64)" if frame.element.hoisted or frame.element.tiles else ""
@@ -69,7 +69,7 @@ def hopper(frame: Frame, saves_lse: bool = False) -> tuple[str, list[str]]:
     attention, params = _attention(frame, produced, consumed)
     functions = [TANH] if "tanh" in names_read(consume) else []
     texts = [BARRIERS, helpers, *functions, produce, consume, attention, LAUNCH_HELPERS]
-    tables = range_kernels(frame) if frame.tabled else []
+    tables = range_kernels(frame.region, frame.plan) if frame.tabled else []
     return "\n\n\n".join([*(in_gluon(t.strip()) for t in texts), *tables]), launch(frame, params, saves_lse)
 
 

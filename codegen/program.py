@@ -123,9 +123,9 @@ def full_range(frame: Frame) -> Lines:
 
 def whole_tiles(frame: Frame) -> Lines:
     """The same, with what it means where a mask decides it."""
-    bounded = frame.reach.lower or frame.reach.upper
+    bounded = frame.reach.lower or frame.reach.upper or frame.ranged
     begin, full = frame.k_begin, "0" if frame.k_begin == "0" else "full_begin"
-    seen = "what the rest of the mask shows" if frame.reach.loose else "all"
+    seen = "what the rest of the mask shows" if frame.reach.loose and not frame.ranged else "all"
     said = f"# No query of the tile sees a key outside [{begin}, {frame.k_end}); in [{full}, full_end) each sees {seen}"
     return [*([said] if bounded else []), *full_range(frame)]
 

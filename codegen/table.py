@@ -22,7 +22,7 @@ from fusecomp.codegen.function import Taken, function, quoted
 from fusecomp.codegen.launcher import by_name, call, parameters, rounded_up
 from fusecomp.codegen.memory import element_loads, element_pointers, fixed_loads
 from fusecomp.codegen.printer import triton_text
-from fusecomp.codegen.program import columns, decoded, query_rows, stored_rows
+from fusecomp.codegen.program import columns, decoded, query_rows
 from fusecomp.codegen.selfcheck import Visits
 from fusecomp.codegen.skeletons import fill
 from fusecomp.codegen.tile import indented, masked_tile, places
@@ -31,7 +31,7 @@ from fusecomp.codegen.visited import row_of
 from fusecomp.errors import KernelError
 from fusecomp.ir import data
 from fusecomp.ir.algebra import apply
-from fusecomp.ir.expr import Const, Expr, Size, Var, parts
+from fusecomp.ir.expr import Expr, Size, Var, parts
 from fusecomp.ir.region import AttentionRegion
 from fusecomp.planning.tile import TilePlan
 
@@ -114,10 +114,6 @@ class TableFrame(Frame):
     def addressed(self) -> Values:
         return Values((), ())
 
-    @property
-    def k_end(self) -> str:
-        return triton_text(self.kv_idx.size, self.names)
-
 
 @dataclass(frozen=True)
 class Table:
@@ -142,8 +138,8 @@ def table(region: AttentionRegion, plan: TilePlan) -> Table:
     lengths = {s.name for e in (*masks, *(v.size for v in (*axes, region.q_idx, region.kv_idx)))
                for s in parts(e) if isinstance(s, Size)}  # fmt: skip
     operands = tuple(o for o in region.operands if o.name in read)
-    made = repr((VERSION, masks, axes, operands, region.q_idx, region.kv_idx, plan.block_m, plan.block_n,
-                 plan.consumers > 0))
+    tile = plan.block_m, plan.block_n, plan.visits
+    made = repr((VERSION, masks, axes, operands, region.q_idx, region.kv_idx, *tile))
     return Table(
         tuple(o.name for o in operands) or (region.products[0].q.operand,),
         tuple(name for name in region.sizes if name in lengths),
@@ -187,11 +183,10 @@ def listed(name: str, lengths: Sequence[str], count: str = "k_tiles", state: Seq
 
 def states(frame: TableFrame) -> dict[str, str | Lines]:
     seen, full = data.seen(frame.region), data.full(frame.region)
-    inside = [_INSIDE] if frame.ranged else []
-    tests = [f"seen = {_text(frame, [*inside, *seen])}"]
+    tests = [f"seen = {triton_text(_all(seen), frame.tile_names)}"]
     if full != seen:
-        tests.append(f"full = {_text(frame, [*inside, *full])}")
-    body = [*element_loads(frame, frame.ranged, [*seen, *full]), *tests]
+        tests.append(f"full = {triton_text(_all(full), frame.tile_names)}")
+    body = [*element_loads(frame, False, [*seen, *full]), *tests]
     every = "full" if full != seen else "seen"
     return {
         "program": _program(frame),
@@ -206,13 +201,8 @@ def states(frame: TableFrame) -> dict[str, str | Lines]:
     }
 
 
-_INSIDE = Var("inside", Const(1))
-"""Whether a pair is before the ends of the queries and the keys."""
-
-
-def _text(frame: TableFrame, terms: Sequence[Expr]) -> str:
-    ends = f"live[None, :] & ({stored_rows(frame)})"
-    return triton_text(reduce(lambda a, b: apply("and", a, b), terms), frame.tile_names.having({_INSIDE: f"({ends})"}))
+def _all(terms: tuple[Expr, ...]) -> Expr:
+    return reduce(lambda a, b: apply("and", a, b), terms)
 
 
 def _program(frame: TableFrame) -> Lines:
@@ -220,7 +210,7 @@ def _program(frame: TableFrame) -> Lines:
     m, n = (triton_text(v.size, frame.names) for v in (frame.q_idx, frame.kv_idx))
     return [
         f"q_tiles = tl.cdiv({m}, BLOCK_M)",
-        f"k_tiles = {f'tl.cdiv({n}, BLOCK_N)' if frame.ranged else f'{n} // BLOCK_N'}",
+        f"k_tiles = {n} // BLOCK_N",
         "k_start = program % k_tiles * BLOCK_N",
         "q_start = program // k_tiles % q_tiles * BLOCK_M",
         "outer = tl.cast(program // k_tiles // q_tiles, tl.int64)",

@@ -1,120 +1,222 @@
-"""The table of the kernels for Hopper: of each row the range of tiles that hold a pair the mask shows, and in it the
-longest run of those that it shows whole.
+"""The table of ranges, where a mask is known of queries and of keys apart: documents, padding, prefixes.
 
-    tile_states   a program a tile, as for a list (codegen/table.py); what the ends cut is a tile too, and never full
-    list_ranges   a program a row
+    tiles [rows, 4] int32:  begin, full_begin, full_end, end             codegen/visited.py
 
-    tiles [rows, 4] int32:  begin, full_begin, full_end, end             of keys or queries, the last one at most N or M
-
-A tile inside the range that shows no pair is visited like one that the mask cuts. With documents, padding and whatever
-else is known of queries and keys apart there is seldom one, and a list would have to be looked up tile by tile.
+A program a row reads what the mask does of its queries, then of all keys, and judges each tile by the least and the
+greatest of them (ir/intervals.py): outside [begin, end) no pair is seen, inside [full_begin, full_end), the longest
+such run, all are. What lies between is tested pair by pair. For dK and dV queries and keys change places.
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
-from functools import partial
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import partial, reduce
 
-from fusecomp.codegen import launcher
-from fusecomp.codegen.backward_frame import GradientFrame
-from fusecomp.codegen.backward_launcher import call, parameters
-from fusecomp.codegen.frame import Frame
+from fusecomp.codegen.function import function
+from fusecomp.codegen.launcher import arguments, by_name, ranks_of, rounded_up, wrapped
 from fusecomp.codegen.printer import triton_text
-from fusecomp.codegen.program import factor
+from fusecomp.codegen.program import decoded, factor
 from fusecomp.codegen.skeletons import fill
-from fusecomp.codegen.table import LARGER, TableFrame, states_kernel, table
+from fusecomp.codegen.table import LARGER, TableFrame, table
+from fusecomp.ir import data
+from fusecomp.ir.algebra import apply
+from fusecomp.ir.expr import Expr, Load, Var, dtype_kind, variables
+from fusecomp.ir.intervals import Pair, truth
+from fusecomp.ir.region import AttentionRegion
+from fusecomp.planning.tile import TilePlan
 
 Lines = list[str]
+WARPS, ELEMENTS = 8, 4096
+"""Of a program, and how many keys it looks at together."""
 
-LIST = '''\
-@triton.jit(do_not_specialize=["count", "rows", "row_step", "tile_step", "end"])
-def list_ranges(
-    tiles_ptr, states_ptr, count, rows, row_step, tile_step, end, BLOCK: tl.constexpr, TILES: tl.constexpr
+KERNEL = '''\
+@triton.jit(do_not_specialize=«sizes»)
+def «name»(
+    «parameters»
 ):
-    """Of `rows` rows a mask, `count` tiles of BLOCK in each; `end`: of what they are tiles of."""
-    row = tl.cast(tl.program_id(0), tl.int64)
-    tile = tl.arange(0, TILES)
-    first = row // rows * rows * count + row % rows * row_step
-    state = tl.load(states_ptr + first + tile * tile_step, mask=tile < count, other=0)
-    end_tile = tl.max(tl.where(state > 0, tile + 1, 0), axis=0)
-    begin_tile = tl.minimum(tl.min(tl.where(state > 0, tile, TILES), axis=0), end_tile)
+    rows = tl.cdiv(«own_size», «own_block»)
+    row = tl.program_id(0)
+    first = row % rows * «own_block»
+    last = tl.minimum(first + «own_block», «own_size») - 1
+    outer = tl.cast(row // rows, tl.int64)
+    «axes»
+    own = tl.cast(tl.minimum(first + tl.arange(0, «own_block»), last), tl.int64)
+    «own»
 
-    # Of the runs of full tiles that end at each tile, the longest; where there is none, an empty one at the beginning
-    run = tile - tl.associative_scan(tl.where(state == 2, -1, tile), 0, larger)
-    length = tl.max(run, axis=0)
-    full_end = tl.where(length > 0, tl.argmax(run, axis=0) + 1, begin_tile)
-
+    count = tl.cdiv(«size», «block»)
+    begin, end, length, full_end, unlike = count, 0, 0, 0, -1  # in tiles; the last that is not full
+    for start in range(0, count, TILES):
+        tile = start + tl.arange(0, TILES)
+        near = tile * «block»
+        far = tl.minimum(near + «block», «size») - 1
+        each = tl.cast(tl.minimum(near[:, None] + tl.arange(0, «block»)[None, :], «size» - 1), tl.int64)
+        «each»
+        some = (tile < count) & «some»
+        every = (near + «block» <= «size») & «every»
+        begin = tl.minimum(begin, tl.min(tl.where(some, tile, count), axis=0))
+        end = tl.maximum(end, tl.max(tl.where(some, tile + 1, 0), axis=0))
+        before = tl.where(every, unlike, tile)
+        run = tile - tl.associative_scan(before, 0, larger)
+        longest = tl.max(run, axis=0)
+        full_end = tl.where(longest > length, start + tl.argmax(run, axis=0) + 1, full_end)
+        length = tl.maximum(longest, length)
+        unlike = tl.max(before, axis=0)
+    begin = tl.minimum(begin, end)
+    full_end = tl.where(length > 0, full_end, begin)  # an empty run at the beginning where there is none
     tiles = tiles_ptr + row * 4
-    tl.store(tiles, begin_tile * BLOCK)
-    tl.store(tiles + 1, (full_end - length) * BLOCK)
-    tl.store(tiles + 2, full_end * BLOCK)
-    tl.store(tiles + 3, tl.minimum(end_tile * BLOCK, end))
+    tl.store(tiles, begin * «block»)
+    tl.store(tiles + 1, (full_end - length) * «block»)
+    tl.store(tiles + 2, full_end * «block»)
+    tl.store(tiles + 3, tl.minimum(end * «block», «size»))
 '''
 
 HOST = '''\
 def «name»(tensors, sizes):
-    """«what», [«axes», 4]:
-    from the first to the last of which a pair is seen, and between them those of which all are."""
+    """«what», [«axes», 4]: from the first
+    to the last of which a pair may be seen, and between them those of which all are."""
     «unpack»
-    units, q_tiles, k_tiles = «units», «q_tiles», «k_tiles»
-    states = torch.empty(units * q_tiles * k_tiles, dtype=torch.int8, device=tensors[0].device)
-    tiles = torch.empty([units * «rows», 4], dtype=torch.int32, device=tensors[0].device)
-    «states»
-    width = triton.next_power_of_2(max(1, «count»))
-    list_ranges[(units * «rows»,)](
-        tiles, states, «count», «rows», «steps», «end», BLOCK=«block», TILES=width
-    )
+    rows = «rows»
+    tiles = torch.empty([rows, 4], dtype=torch.int32, device=tensors[0].device)
+    «launch»
     return tiles
 '''
-KEYS = {
-    "what": "The keys that each tile of queries visits",
-    "axes": "query tiles", "rows": "q_tiles", "count": "k_tiles", "steps": "k_tiles, 1",
-}
-QUERIES = {
-    "what": "The queries that each tile of keys is visited by",
-    "axes": "key tiles", "rows": "k_tiles", "count": "q_tiles", "steps": "1, k_tiles",
-}
-WARPS = 8
-"""Of a program of `tile_states`: a tile has up to 128 queries and as many keys."""
 
 
-def range_kernels(frame: Frame) -> list[str]:
-    """tile_states, list_ranges and what launches them, for the forward kernel."""
-    own = TableFrame(frame.region, frame.plan)
-    kernel, params = states_kernel(own, partial(launcher.parameters, own))
-    states = launcher.call("tile_states", "units * q_tiles * k_tiles", params, own, WARPS)
-    return [kernel, LARGER, LIST, _host(own, "list_visits", KEYS, states, "BLOCK_M.value", "BLOCK_N.value")]
+@dataclass(frozen=True)
+class Side:
+    """A table of rows along one axis: those of `own`, which visit `other`."""
+
+    region: AttentionRegion
+    own: Var
+    other: Var
+    name: str
+    """Of what launches it."""
+
+    @property
+    def kernel(self) -> str:
+        return "key_ranges" if self.own == self.region.q_idx else "query_ranges"
+
+    def block(self, v: Var) -> str:
+        return "BLOCK_M" if v == self.region.q_idx else "BLOCK_N"
 
 
-def gradient_kernels(queries: GradientFrame, keys: GradientFrame, once: bool) -> list[str]:
-    """The same for dQ, and for dK and dV, whose tiles differ."""
-    if not queries.tabled:
-        return []
-    own = TableFrame(queries.region, queries.plan)
-    kernel, params = states_kernel(own, lambda read: parameters(queries, read, ["states_ptr"]))
-    tables = {"query_tiles": (keys, QUERIES), **({} if once else {"key_tiles": (queries, KEYS)})}
-    hosts = [_of_gradient(frame, name, what, params) for name, (frame, what) in tables.items()]
-    return [kernel, LARGER, LIST, *hosts]
+def forward(region: AttentionRegion) -> Side:
+    return Side(region, region.q_idx, region.kv_idx, "list_visits")
 
 
-def _of_gradient(frame: GradientFrame, name: str, what: dict[str, str], params: list[str]) -> str:
-    plan, grid = frame.plan, ["units", "q_tiles", "k_tiles"]
-    states = call(frame, "tile_states", grid, params, replace(plan, warps=WARPS, stages=1))
-    return _host(frame, name, what, states, str(plan.block_m), str(plan.block_n))
+def range_kernels(region: AttentionRegion, plan: TilePlan) -> list[str]:
+    """The kernel that makes the table of the forward kernel, and what launches it."""
+    return [LARGER, *_made(forward(region), plan, plan.block_m, plan.block_n)]
 
 
-def _host(frame: Frame, name: str, what: dict[str, str], states: Lines, block_m: str, block_n: str) -> str:
-    made = table(frame.region, replace(frame.plan, skeleton="prefill"))
-    m, n = (triton_text(v.size, frame.names) for v in (frame.q_idx, frame.kv_idx))
+def gradient_kernels(region: AttentionRegion, queries: TilePlan | None, keys: TilePlan) -> list[str]:
+    """Of dQ, unless it is computed with the others, and of dK and dV."""
+    sides = [(Side(region, region.kv_idx, region.q_idx, "query_tiles"), keys)]
+    if queries is not None:
+        sides.insert(0, (Side(region, region.q_idx, region.kv_idx, "key_tiles"), queries))
+    return [LARGER, *(text for side, plan in sides for text in _made(side, plan, plan.block_m, plan.block_n))]
+
+
+def _made(side: Side, plan: TilePlan, block_m: int, block_n: int) -> list[str]:
+    """(kernel, its launch)"""
+    frame = TableFrame(side.region, replace(plan, skeleton="prefill", visits="ranges"))
+    kernel, params = _kernel(frame, side)
+    return [kernel, _host(frame, side, params, {"BLOCK_M": block_m, "BLOCK_N": block_n})]
+
+
+# ----------------------------------------------------------------------------------------------------------------
+# The kernel
+
+
+def _kernel(frame: TableFrame, side: Side) -> tuple[str, list[str]]:
+    """(text, parameters)"""
+    read = sorted(data.reads(side.region), key=str)
+    of_other = [x for x in read if side.other.name in variables(x)]
+    of_own = [x for x in read if x not in of_other]
+    ends = {x: _ends_of(side, read.index(x), x) for x in read}
+    ends |= {v: _ends_of_axis(v, end) for v, end in ((side.own, ("first", "last")), (side.other, ("near", "far")))}
+    known = {v: (v, v) for v in side.region.batch}
+    names = frame.names.having({symbol: symbol.tensor for pair in ends.values() for symbol in pair})
+
+    def holds(terms: Sequence[Expr], which: int) -> str:
+        found = truth(reduce(lambda a, b: apply("and", a, b), terms), {**ends, **known}.get)[which]
+        return f"({triton_text(found, names)})"
+
+    return function(frame, KERNEL, side.kernel, {
+        "own_size": triton_text(side.own.size, frame.names), "own_block": side.block(side.own),
+        "size": triton_text(side.other.size, frame.names), "block": side.block(side.other),
+        "axes": _decoded(frame),
+        "own": [line for x in of_own for line in _read(frame, side, x, ends[x], "own", "0")],
+        "each": [line for x in of_other for line in _read(frame, side, x, ends[x], "each", "1")],
+        "some": holds(data.seen(side.region), 0), "every": holds(data.full(side.region), 1),
+    }, partial(_parameters, frame))  # fmt: skip
+
+
+def _ends_of(side: Side, number: int, x: Load) -> Pair:
+    """Names of the least and the greatest of a load, over a tile."""
+    dtype = x.dtype if dtype_kind(x.dtype) == "int" else "int32"
+    stem = f"{x.tensor}_{number}"
+    if not variables(x) & {side.own.name, side.other.name}:
+        return Load(stem, (), dtype), Load(stem, (), dtype)
+    return Load(f"{stem}_low", (), dtype), Load(f"{stem}_high", (), dtype)
+
+
+def _ends_of_axis(v: Var, names: tuple[str, str]) -> Pair:
+    return Load(names[0], (v.size,), "int32"), Load(names[1], (v.size,), "int32")
+
+
+def _read(frame: TableFrame, side: Side, x: Load, ends: Pair, place: str, axis: str) -> Lines:
+    """load0_0_low, load0_0_high = the least and the greatest of load0[...]"""
+    names = frame.names.having({side.own: place, side.other: place})
+    at = [f"{_factor(triton_text(e, names))} * {x.tensor}_stride_{i}" for i, e in enumerate(x.index)]
+    wide = ".to(tl.int32)" if dtype_kind(x.dtype) == "bool" else ""
+    value = f"tl.load({' + '.join([f'{x.tensor}_ptr', *at])}){wide}"
+    low, high = (e.tensor for e in ends)  # type: ignore[attr-defined]
+    if low == high:
+        return [f"{low} = {value}"]
+    stem = low.removesuffix("_low")
+    return [
+        f"{stem} = {value}",
+        f"{low}, {high} = tl.min({stem}, axis={axis}), tl.max({stem}, axis={axis})",
+    ]
+
+
+def _factor(body: str) -> str:
+    return body if body.isidentifier() or body.isdigit() else f"({body})"
+
+
+def _decoded(frame: TableFrame) -> Lines:
+    """outer = b * H + h, of the axes that the masks differ along."""
+    return decoded(frame) if frame.batch else []
+
+
+def _parameters(frame: TableFrame, read: frozenset[str]) -> list[str]:
+    ranks = ranks_of(frame)
+    pointers = ["tiles_ptr", *(f"{t}_ptr" for t in ranks)]
+    strides = [f"{t}_stride_{i}" for t, rank in ranks.items() for i in range(rank)]
+    return [p for p in (*pointers, *strides, *frame.region.sizes, *TILE) if p in read]
+
+
+TILE = ("BLOCK_M", "BLOCK_N", "TILES")
+
+
+# ----------------------------------------------------------------------------------------------------------------
+# The host
+
+
+def _host(frame: TableFrame, side: Side, params: list[str], blocks: dict[str, int]) -> str:
+    made = table(side.region, frame.plan)
+    own = triton_text(side.own.size, frame.names)
+    axes = [factor(v.size, frame) for v in made.axes]
+    tile = {**blocks, "TILES": ELEMENTS // blocks[side.block(side.other)]}
+    given = [f"{p}={tile[p]}" if p in tile else p for p in arguments(params, ranks_of(frame))]
+    keys = side.own == side.region.q_idx
     return fill(HOST, {
-        **what,
-        "name": name,
-        "axes": " ".join([*(v.name for v in made.axes), what["axes"]]),
-        "unpack": launcher.by_name(made.tensors, made.sizes),
-        "units": " * ".join(factor(v.size, frame) for v in made.axes) or "1",
-        "q_tiles": launcher.rounded_up(m, block_m),
-        "k_tiles": launcher.rounded_up(n, block_n),
-        "states": states,
-        "end": n if what is KEYS else m,
-        "block": block_n if what is KEYS else block_m,
+        "name": side.name,
+        "what": "The keys that each tile of queries visits" if keys else "The queries that visit each tile of keys",
+        "axes": " ".join([*(v.name for v in made.axes), "query tiles" if keys else "key tiles"]),
+        "unpack": by_name(made.tensors if data.reads(side.region) else (), made.sizes),
+        "rows": " * ".join([*axes, rounded_up(own, str(blocks[side.block(side.own)]))]),
+        "launch": [f"{side.kernel}[(rows,)](", *("    " + x for x in wrapped([*given, f"num_warps={WARPS}"], 8)), ")"],
     })  # fmt: skip

@@ -228,7 +228,7 @@ def plan_text(plan: TilePlan) -> str:
     groups = f"{plan.consumers} groups of {warps} that multiply and one that copies"
     parts += [groups if plan.consumers else warps, f"{plan.stages} {_plural('stage', plan.stages)}"]
     parts += [f"{plan.pack} query heads in a tile"] * (plan.pack > 1)
-    parts += ["tiles of keys by a table of the mask's data"] * (plan.visits == "table")
+    parts += ["tiles of keys by a table of the mask's data"] * (plan.visits != "bounds")
     others = f"; {len(plan.rejected)} other {_plural('tile', len(plan.rejected))} considered" if plan.rejected else ""
     return ", ".join(parts) + others
 

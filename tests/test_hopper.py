@@ -105,7 +105,7 @@ def test_what_it_does_not(region: AttentionRegion) -> None:
 
 def planned(region: AttentionRegion) -> TilePlan:
     """By a table where the mask is data of rows and of keys."""
-    return replace(tiles(region), visits="table" if data.unknown(region) and not pair_loads(region) else "bounds")
+    return replace(tiles(region), visits="ranges" if data.unknown(region) and not pair_loads(region) else "bounds")
 
 
 written_in = pytest.mark.skipif(not available(), reason="the installed Triton has another Gluon, which is not used")

@@ -36,7 +36,7 @@ i, j = torch.arange(37)[:, None], torch.arange(53)[None, :]
 
 
 def listed(region: AttentionRegion, learned: Sequence[str] = (), block_m: int = 16, block_n: int = 16) -> BackwardPlan:
-    plan = by_table(small(region, block_m, block_n), region, frozenset(learned))
+    plan = by_table(small(region, block_m, block_n), region, frozenset(learned), "table")
     assert plan.queries.visits == plan.keys.visits == "table"
     return plan
 
@@ -120,8 +120,8 @@ def test_what_no_query_sees_is_not_read(interpreter: Interpreter) -> None:
 def test_a_mask_that_learns_is_not_looked_through() -> None:
     region = adds(q_idx, kv_idx)
     plan = small(region)
-    assert by_table(plan, region, frozenset({"load0"})) == plan
-    assert by_table(plan, region, frozenset({"load1"})) != plan
+    assert by_table(plan, region, frozenset({"load0"}), "table") == plan
+    assert by_table(plan, region, frozenset({"load1"}), "table") != plan
 
 
 @pytest.mark.parametrize("kernel", ["query_gradient", "key_gradients", "tile_states", "list_query_tiles"])
@@ -131,7 +131,7 @@ def test_every_kernel_compiles(kernel: str) -> None:
     operands = tuple(replace(o, dtype="bool" if o.dtype == "bool" else "bfloat16") for o in region.operands)
     products = (replace(region.products[0], dtype="bfloat16"),)
     region = replace(region, operands=operands, products=products, **dtypes)
-    source = emit_backward(region, by_table(backward_plan(region), region, frozenset()))
+    source = emit_backward(region, by_table(backward_plan(region), region, frozenset(), "table"))
     assert cross_compile(source, 90, kernel).spills in (0, None)
 
 

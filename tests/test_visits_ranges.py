@@ -5,20 +5,22 @@ The kernels themselves run on a GPU only (tests/test_gpu_hopper.py, tests/test_g
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
-from kernels import Interpreter, tiles
-from regions import B, M, N, age, b, causal, kv_idx, q_idx
+from gradients import agree as gradients_agree
+from gradients import qkv as gradient_qkv
+from kernels import Interpreter, agree, tiles
+from regions import B, M, N, age, attention, b, causal, kv_idx, load, q_idx, scaled_score
+from test_codegen import qkv
 from test_hopper import DOCUMENTS, EXPRESSED, LONG, SCALED, half, planned, written_in
-from test_visits import KEEP, keeps
+from test_visits import SIZES
 from torch import Tensor
 
 from fusecomp.codegen.backward import emit_backward
-from fusecomp.codegen.backward_frame import GradientFrame
 from fusecomp.codegen.compiled import cross_compile
 from fusecomp.codegen.emit import emit
-from fusecomp.codegen.frame import Frame
 from fusecomp.codegen.hopper import specialised
 from fusecomp.codegen.hopper_backward import specialised as gradients
 from fusecomp.codegen.source import KernelSource
@@ -26,44 +28,16 @@ from fusecomp.codegen.table_ranges import gradient_kernels, range_kernels
 from fusecomp.ir.algebra import apply
 from fusecomp.ir.expr import Const, Expr
 from fusecomp.ir.region import AttentionRegion
+from fusecomp.planning.backward import BackwardPlan
 from fusecomp.planning.device import find
 from fusecomp.planning.holes import filled
 from fusecomp.planning.tile import TilePlan
 from fusecomp.running.hopper import available
 from fusecomp.running.hopper import planned as hopper_plan
 
-HEADER = """\
-import torch
-import triton
-import triton.language as tl
 
-BLOCK_M = tl.constexpr({})
-BLOCK_N = tl.constexpr({})
-
-
-"""
-LAUNCH = """
-
-
-def launch(out, tensors, sizes):
-    out.copy_({}(tensors, sizes))
-"""
-
-
-def ranged(region: AttentionRegion, block_m: int = 16, block_n: int = 16) -> TilePlan:
-    return replace(tiles(region, block_m, block_n), visits="table", consumers=2)
-
-
-def table(
-    interpreter: Interpreter, region: AttentionRegion, kernels: list[str], mask: Tensor, name: str, rows: int
-) -> Tensor:  # fmt: skip
-    """What the function of that name returns for a mask [..., M, N]."""
-    plan = ranged(region)
-    text = HEADER.format(plan.block_m, plan.block_n) + "\n\n\n".join(kernels) + LAUNCH.format(name)
-    source = KernelSource(f"{name}_{abs(hash(text))}", text, "", replace(plan, visits="bounds"), region)
-    lengths = dict(zip("BMN", (2, *mask.shape[-2:]), strict=True))
-    sizes = [lengths[s] for s in region.sizes if s in lengths and (s != "B" or mask.dim() > 2)]
-    return interpreter.run(source, torch.full((rows, 4), -1, dtype=torch.int32), [mask], sizes)
+def ranged(region: AttentionRegion, block_m: int = 16, block_n: int = 16, consumers: int = 0) -> TilePlan:
+    return replace(tiles(region, block_m, block_n), visits="ranges", consumers=consumers)
 
 
 def of_row(seen: Tensor, block: int) -> list[int]:
@@ -78,34 +52,113 @@ def of_row(seen: Tensor, block: int) -> list[int]:
     return [x * block for x in (held[0], -first, length - first)] + [min((held[-1] + 1) * block, n)]
 
 
-@pytest.mark.parametrize("name", KEEP)
-def test_ranges(interpreter: Interpreter, name: str) -> None:
-    """Of keys for 16 queries each, and of queries for 32 keys each; a tile that an end cuts is never full."""
-    region, mask = keeps(q_idx, kv_idx), KEEP[name].contiguous()
-    got = table(interpreter, region, range_kernels(Frame(region, ranged(region))), mask, "list_visits", 3)
-    whole = list(mask.split(16))
-    expected = [of_row(s, 16) for s in whole[:-1]]
-    assert got[:2].tolist() == expected
-    begin, full_begin, full_end, end = got[2].tolist()
-    assert [begin, end] == of_row(whole[2], 16)[::3]
-    assert full_begin == full_end == begin  # it has five queries
-    frames = [GradientFrame(region, ranged(region, 16, n)) for n in (16, 32)]
-    kernels = gradient_kernels(*frames, once=False)
-    assert table(interpreter, region, kernels, mask, "key_tiles", 3).tolist() == got.tolist()
-    got = table(interpreter, region, kernels, mask, "query_tiles", 2)
-    assert got[0].tolist() == of_row(mask[:, :32].mT, 16)
-    assert got[1, [0, 3]].tolist() == of_row(mask[:, 32:].mT, 16)[::3]
+OF_QUERIES, OF_KEYS = load(0, b, q_idx, dtype="int64"), load(1, b, kv_idx, dtype="int64")
+SAME = apply("eq", OF_QUERIES, OF_KEYS)
+IDS = {
+    "sorted": (torch.arange(37) // 11, torch.arange(53) // 11),
+    "one": (torch.zeros(37), torch.zeros(53)),
+    "each its own": (torch.arange(37), torch.arange(53)),
+    "unlike": (torch.zeros(37), torch.ones(53)),
+    "again": (torch.arange(37) // 16 % 2, torch.arange(53) // 16 % 2),
+    "wide": (torch.arange(37) // 20 + (1 << 40), torch.arange(53) // 20 + (1 << 40)),
+    "negative": (-(torch.arange(37) // 20), -(torch.arange(53) // 20)),
+}
+MASKS: dict[str, tuple[Expr, ...]] = {
+    "documents": (SAME,),
+    "causal documents": (causal, SAME),
+    "other documents": (apply("not", SAME),),
+    "earlier ones": (apply("ge", OF_QUERIES, OF_KEYS), apply("lt", age, Const(30))),
+    "near": (apply("lt", apply("abs", apply("sub", OF_QUERIES, OF_KEYS)), Const(2)),),
+    "either": (apply("or", SAME, apply("lt", kv_idx, Const(16))),),
+}
 
 
-def test_ranges_of_each_sequence(interpreter: Interpreter) -> None:
-    region = keeps(b, 0, q_idx, kv_idx, shape=(B, 1, M, N))
-    mask = torch.stack([KEEP["window"], KEEP["padding"]])[:, None].contiguous()
-    frame = GradientFrame(region, ranged(region))
-    kernels = gradient_kernels(frame, frame, once=True)
-    got = table(interpreter, region, kernels, mask, "query_tiles", 8).view(2, 4, 4)
-    for rows, keep in zip(got, mask[:, 0], strict=True):
-        assert rows[:3].tolist() == [of_row(s.mT, 16) for s in keep.split(16, 1)[:3]]
-    assert "key_tiles" not in "".join(kernels)
+def documents(*keep: Expr, **more: Any) -> AttentionRegion:
+    return attention(scaled_score, *keep, loads=[((B, M), "int64"), ((B, N), "int64")], **more)
+
+
+@pytest.mark.parametrize("ids", IDS)
+@pytest.mark.parametrize("keep", MASKS)
+def test_attention_by_ranges(interpreter: Interpreter, keep: str, ids: str) -> None:
+    """Whatever the ids, and whatever their order."""
+    region, args = documents(*MASKS[keep]), [x.long().repeat(2, 1) for x in IDS[ids]]
+    args[1][1] = args[1][1].flip(0)
+    agree(interpreter, region, [*qkv(16), *args], SIZES, ranged(region))
+
+
+@pytest.mark.parametrize("ids", ["sorted", "again", "wide"])
+def test_gradients_by_ranges(interpreter: Interpreter, ids: str) -> None:
+    region, args = documents(*MASKS["documents"]), [x.long().repeat(2, 1) for x in IDS[ids]]
+    plan = BackwardPlan(ranged(region), ranged(region, 16, 32))
+    dead = bool((args[0][0][:, None] != args[1][0]).all(1).any())
+    gradients_agree(interpreter, region, [*gradient_qkv(16, m=37, n=53), *args], SIZES, plan,
+                    wanted=("q", "k") + ("v",) * (not dead))  # fmt: skip
+
+
+def test_padding_of_each_sequence(interpreter: Interpreter) -> None:
+    """Truth values of the keys, ids in another tensor's columns, and sequences that end at a number."""
+    keys = load(0, b, kv_idx, dtype="bool")
+    part = load(1, b, apply("add", kv_idx, Const(3)), dtype="int32")
+    ends = apply("lt", kv_idx, load(2, b, dtype="int32"))
+    loads = [((B, N), "bool"), ((B, apply("add", N, Const(3))), "int32"), ((B,), "int32")]
+    region = attention(scaled_score, keys, apply("ne", part, Const(0)), ends, loads=loads)
+    args = [torch.arange(53) < torch.tensor([[40], [53]]), (torch.arange(56) // 19).repeat(2, 1).int(),
+            torch.tensor([50, 7]).int()]  # fmt: skip
+    agree(interpreter, region, [*qkv(16), *args], SIZES, ranged(region))
+
+
+HEADER = """\
+import torch
+import triton
+import triton.language as tl
+
+
+"""
+LAUNCH = """
+
+
+def launch(out, tensors, sizes):
+    out.copy_({}(tensors, sizes))
+"""
+
+
+def table(
+    interpreter: Interpreter, region: AttentionRegion, kernels: list[str], args: list[Tensor], name: str, rows: int
+) -> list[list[int]]:
+    """What the function of that name returns."""
+    text = HEADER + "\n\n\n".join(kernels) + LAUNCH.format(name)
+    plan = replace(ranged(region), visits="bounds")
+    source = KernelSource(f"{name}_{abs(hash(text))}", text, "", plan, region)
+    found = interpreter.run(source, torch.full((rows, 4), -1, dtype=torch.int32), args, [2, 37, 53])
+    return found.tolist()  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("ids", ["sorted", "one", "each its own", "unlike", "again"])
+def test_ranges_of_documents(interpreter: Interpreter, ids: str) -> None:
+    """Those that a look at every pair would give; a tile that an end cuts is never full."""
+    region, args = documents(SAME), [x.long().repeat(2, 1) for x in IDS[ids]]
+    args[1][1] = 0
+    seen = args[0][:, :, None] == args[1][:, None]
+    got = table(interpreter, region, range_kernels(region, ranged(region)), args, "list_visits", 6)
+    assert got == [of_row(s, 16) for x in seen for s in x.split(16)]
+    kernels = gradient_kernels(region, ranged(region), ranged(region, 16, 32))
+    assert table(interpreter, region, kernels, args, "key_tiles", 6) == got
+    got = table(interpreter, region, kernels, args, "query_tiles", 4)
+    assert got == [of_row(s.mT, 16) for x in seen for s in x.split(32, 1)]
+    assert "key_tiles" not in "".join(gradient_kernels(region, None, ranged(region)))
+
+
+def test_rows_of_more_keys_than_are_looked_at_together(interpreter: Interpreter) -> None:
+    """Runs go on from one look to the next."""
+    region, n = documents(SAME), 9 * 1024 + 5
+    of_keys = torch.zeros(2, n).long()
+    of_keys[0, 2000:2016], of_keys[0, 8200:] = 1, 2
+    of_keys[1, :4096], of_keys[1, 5000:5030], of_keys[1, 7000:] = 3, 4, 5
+    args = [torch.zeros(2, 16).long(), of_keys]
+    text = HEADER + "\n\n\n".join(range_kernels(region, ranged(region))) + LAUNCH.format("list_visits")
+    source = KernelSource("rows_of_more", text, "", replace(ranged(region), visits="bounds"), region)
+    got = interpreter.run(source, torch.zeros((2, 4), dtype=torch.int32), args, [2, 16, n]).tolist()
+    assert got == [of_row((args[0][i, :, None] == of_keys[i]), 16) for i in range(2)]
 
 
 def test_the_kernels_walk_their_ranges() -> None:
@@ -126,7 +179,7 @@ def test_every_kernel_compiles() -> None:
     region = EXPRESSED["documents"]
     plan = specialised(region, planned(region))
     forward, backward = emit(region, plan), emit_backward(region, gradients(region, plan))
-    assert cross_compile(forward, 90, "list_ranges").spills in (0, None)
+    assert cross_compile(forward, 90, "key_ranges").spills in (0, None)
     for kernel in ("query_gradient", "key_gradients"):
         info = cross_compile(backward, 90, kernel)
         assert info.spills is None or info.spills <= 128
@@ -148,10 +201,10 @@ EVEN_TILES = apply("eq", apply("mod", apply("floordiv", kv_idx, Const(128)), Con
 def test_holes_that_are_known_before_the_run(keep: Expr, low: float, high: float) -> None:
     """Ranges would visit them, a list does not."""
     region = half(SCALED, keep, loads=[((B, N), "int64")])
-    assert low <= filled(region, LONG, 128) <= high
+    assert low <= filled(region, LONG) <= high
     assert (hopper_plan(region, LONG, find("h200")) is not None) == (low == 1 and available())
 
 
 def test_where_no_query_sees_a_key() -> None:
     never = half(SCALED, apply("lt", kv_idx, apply("sub", q_idx, Const(10**6))))
-    assert filled(never, LONG, 128) == 0.0
+    assert filled(never, LONG) == 0.0

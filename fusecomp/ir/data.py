@@ -49,6 +49,13 @@ def reads(region: AttentionRegion) -> frozenset[Load]:
     return frozenset(x for e in (*seen(region), *full(region)) for x in parts(e) if isinstance(x, Load))
 
 
+def apart(region: AttentionRegion) -> bool:
+    """Whether every number that the masks read is an integer of a query, of a key, or of all of them, at its place."""
+    sides = {region.q_idx.name, region.kv_idx.name}
+    plain = (dtype_kind(x.dtype) != "float" and not sides <= variables(x) for x in reads(region))
+    return all(plain) and not any(isinstance(y, Load) for x in reads(region) for e in x.index for y in parts(e))
+
+
 def added(region: AttentionRegion) -> tuple[Load, ...]:
     """The tensors L with S = ... + L, of every query and key: S is -inf where L is."""
     heads = region.batch[-1].name if len(region.batch) > 1 else ""

@@ -67,13 +67,13 @@ def backward_plan(
     return BackwardPlan(queries, keys)
 
 
-def by_table(plan: BackwardPlan, region: AttentionRegion, learned: frozenset[str]) -> BackwardPlan:
+def by_table(plan: BackwardPlan, region: AttentionRegion, learned: frozenset[str], visits: str) -> BackwardPlan:
     """The same kernels, which visit the tiles that the masks' data shows, as the forward kernel does. A gradient takes
     more than twice as long as the forward pass, and its two tables twice as long as that one's. None where a mask
     learns: its own gradient is of every pair."""
     if plan.keys.consumers or {x.tensor for x in data.reads(region)} & learned:
         return plan
-    return BackwardPlan(replace(plan.queries, visits="table"), replace(plan.keys, visits="table"))
+    return BackwardPlan(replace(plan.queries, visits=visits), replace(plan.keys, visits=visits))
 
 
 def predicted(region: AttentionRegion) -> bool:

@@ -19,8 +19,10 @@ from fusecomp.planning.tile import Tile
 class Launch:
     """One region at its lengths on one device: what every tile shares, worked out once."""
 
-    def __init__(self, region: AttentionRegion, sizes: Mapping[str, int], device: Device, decode: bool) -> None:
-        self.region, self.sizes, self.device, self.decode = region, dict(sizes), device, decode
+    def __init__(
+        self, region: AttentionRegion, sizes: Mapping[str, int], device: Device, decode: bool, shown: float = 1.0
+    ) -> None:
+        self.region, self.sizes, self.device, self.decode, self.shown = region, dict(sizes), device, decode, shown
         self.known, self.at = facts(region), lengths(region, sizes)
         fitted = ALLOCATED, RATES, *(_decoding()[1:] if decode else (FITTED,))
         found = of_region(self.known), of_device(device, self.known), self._of_lengths()
@@ -33,7 +35,9 @@ class Launch:
         """The tiles of one head."""
         key = rows, block_n
         if key not in self._visits:
-            self._visits[key] = visits(self.region, self.sizes, rows, block_n)
+            found = visits(self.region, self.sizes, rows, block_n)
+            part = self.shown < 1.0
+            self._visits[key] = in_part(found, -(-self.at.m // rows), rows / block_n, self.shown) if part else found
         return self._visits[key]
 
     def quantities(self, tile: Tile) -> dict[str, float]:
@@ -84,6 +88,14 @@ class Launch:
         """What the range of keys varies with."""
         spans = self.known.reach
         return frozenset().union(*(variables(x.edge) for x in (*spans.lower, *spans.upper)))
+
+
+def in_part(seen: Visits, rows: int, square: float, shown: float) -> Visits:
+    """That share of the tiles, in one run for each of `rows` tiles of queries, with what is cut at its ends: a tile of
+    keys where it begins, and as many as the queries are long where it ends."""
+    visited = min(seen.visited, math.ceil(shown * seen.visited) + rows)
+    longest = min(seen.longest, math.ceil(shown * seen.longest) + 1)
+    return Visits(visited, min(visited, math.ceil(rows * (1 + square))), longest)
 
 
 def _decoding() -> tuple[Model, dict[str, float], dict[str, float]]:

@@ -20,11 +20,11 @@ from fusecomp.ir.reference import Env, evaluate_expr
 from fusecomp.ir.region import AttentionRegion
 from fusecomp.planning.facts import lengths
 
-QUERIES = 17
-"""Of a sample, from the first to the last."""
+QUERIES, KEYS = 17, 64
+"""Of a sample, from the first to the last; of a tile."""
 
 
-def filled(region: AttentionRegion, sizes: Mapping[str, int], block_n: int) -> float:
+def filled(region: AttentionRegion, sizes: Mapping[str, int]) -> float:
     """The share, 1 where nothing is known."""
     rows, keys, at = region.q_idx.name, region.kv_idx.name, lengths(region, sizes)
     known = [t for t in region.keep if variables(t) <= {rows, keys} and not any(isinstance(x, Load) for x in parts(t))]
@@ -33,7 +33,7 @@ def filled(region: AttentionRegion, sizes: Mapping[str, int], block_n: int) -> f
     sample = torch.linspace(0, at.m - 1, QUERIES).long()
     env = Env((rows, keys), {rows: sample, keys: range(at.n)}, sizes)
     seen = evaluate_expr(reduce(lambda a, b: apply("and", a, b), known), env).expand(env.shape)
-    tiles = functional.pad(seen, (0, -at.n % block_n)).view(QUERIES, -1, block_n).any(-1)
+    tiles = functional.pad(seen, (0, -at.n % KEYS)).view(QUERIES, -1, KEYS).any(-1)
     number = torch.arange(1, tiles.shape[1] + 1) * tiles
     first = torch.where(tiles, number, tiles.shape[1] + 1).amin(-1)
     spans = (number.amax(-1) + 1 - first).clamp(min=0)

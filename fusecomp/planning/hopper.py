@@ -11,6 +11,7 @@ from fusecomp.planning.cost_hopper import HOPPER, HOPPER_FITTED
 from fusecomp.planning.device import Device
 from fusecomp.planning.plan import cost_of
 from fusecomp.planning.tile import Cost, Tile, TilePlan
+from fusecomp.planning.visits import shown
 
 OWN = {"tanh": (0, 1)}
 """What the device has an instruction for: (FMA slots, special-function slots), whatever a primitive's row says."""
@@ -18,7 +19,8 @@ OWN = {"tanh": (0, 1)}
 
 def hopper_cost(region: AttentionRegion, sizes: Mapping[str, int], device: Device, plan: TilePlan) -> Cost:
     """Of one launch of `plan`, a plan with `consumers` (codegen/hopper.py)."""
-    return cost_of(HOPPER.evaluate(hopper_inputs(region, sizes, device, hopper_tile(plan))))
+    part = shown(region, plan.visits)
+    return cost_of(HOPPER.evaluate(hopper_inputs(region, sizes, device, hopper_tile(plan), part)))
 
 
 def hopper_tile(plan: TilePlan) -> Tile:
@@ -26,9 +28,11 @@ def hopper_tile(plan: TilePlan) -> Tile:
     return Tile(plan.block_m, plan.block_n, plan.consumers * plan.warps, plan.stages, loads=plan.loads)
 
 
-def hopper_inputs(region: AttentionRegion, sizes: Mapping[str, int], device: Device, tile: Tile) -> dict[str, float]:
-    """A number for each symbol of the page."""
-    given = {**Launch(region, sizes, device, decode=False).inputs(tile), **HOPPER_FITTED}
+def hopper_inputs(
+    region: AttentionRegion, sizes: Mapping[str, int], device: Device, tile: Tile, part: float = 1.0
+) -> dict[str, float]:
+    """A number for each symbol of the page; `part`: of the tiles that the bounds leave, those that are visited."""
+    given = {**Launch(region, sizes, device, False, part).inputs(tile), **HOPPER_FITTED}
     fma, sfu = saved(region)
     return {**given, "FMA": given["FMA"] - fma, "SFU": given["SFU"] - sfu, "GROUPS": tile.warps // 4}
 

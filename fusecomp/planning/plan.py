@@ -21,7 +21,7 @@ from fusecomp.planning.facts import lengths
 from fusecomp.planning.queueing import bound
 from fusecomp.planning.resources import in_tensor_memory, usable
 from fusecomp.planning.tile import Cost, Rejected, Tile, TilePlan
-from fusecomp.planning.visits import visits
+from fusecomp.planning.visits import shown, visits
 from fusecomp.planning.workload import Workload
 
 DECODE_ROWS, DECODE_KEYS = 16, 256
@@ -64,10 +64,16 @@ def plan(
 
     `describable`: whether K and V, as they lie, fit in tensor descriptors; without, they are read through pointers."""
     device = device or current()
-    ranked = _ranked(region, coarse(sizes), device, _allowed(device, budget), describable)
+    given = coarse(sizes), device, _allowed(device, budget), describable
+    ranked = _ranked(region, *given)
     tile, kind = ranked[0].tile, ranked[0].skeleton
     launch = Launch(region, sizes, device, kind == "decode")
     cost = cost_of(launch.quantities(tile))
+    how = "bounds" if kind == "decode" else visits(region, sizes, device, cost.seconds)
+    if (part := shown(region, how)) < 1.0:
+        ranked = _ranked(region, *given, part)
+        tile = ranked[0].tile
+        cost = cost_of(Launch(region, sizes, device, False, part).quantities(tile))
     made = TilePlan(
         skeleton=kind,
         block_m=tile.block_m,
@@ -80,7 +86,7 @@ def plan(
         rejected=_rejected(ranked),
         device=device.name,
         overlap=kind == "decode" and device.capability >= 90,
-        visits="bounds" if kind == "decode" else visits(region, sizes, device, cost.seconds),
+        visits=how,
     )
     return scheduled(made, tile, region, sizes, device)
 
@@ -180,14 +186,15 @@ def packed(group: int) -> int:
 
 @lru_cache(maxsize=512)
 def _ranked(
-    region: AttentionRegion, sizes: tuple[tuple[str, int], ...], device: Device, budget: int, describable: bool
-) -> tuple[Row, ...]:
+    region: AttentionRegion, sizes: tuple[tuple[str, int], ...], device: Device, budget: int, describable: bool,
+    shown: float = 1.0,
+) -> tuple[Row, ...]:  # fmt: skip
     """All candidates, the chosen one first."""
     kind = skeleton(region, dict(sizes))
-    costed = _costed(region, sizes, device, kind, describable)
+    costed = _costed(region, sizes, device, kind, describable, shown)
     if kind == "decode" and min(cost.smem_bytes for _, cost in costed) > budget:  # the heads of a group are too many
         kind = "prefill"
-        costed = _costed(region, sizes, device, kind, describable)
+        costed = _costed(region, sizes, device, kind, describable, shown)
     refused = {tile: _too_large(cost, budget, device) for tile, cost in costed}
     fits = [tc for tc in costed if not refused[tc[0]]] or [_last_resort(costed, budget)]
     fits = _by_merit(fits)
@@ -197,9 +204,10 @@ def _ranked(
 
 
 def _costed(
-    region: AttentionRegion, sizes: tuple[tuple[str, int], ...], device: Device, kind: str, describable: bool
-) -> list[tuple[Tile, Cost]]:
-    launch = Launch(region, dict(sizes), device, kind == "decode")
+    region: AttentionRegion, sizes: tuple[tuple[str, int], ...], device: Device, kind: str, describable: bool,
+    shown: float,
+) -> list[tuple[Tile, Cost]]:  # fmt: skip
+    launch = Launch(region, dict(sizes), device, kind == "decode", shown)
     return [(tile, cost_of(launch.quantities(tile))) for tile in candidates(launch, describable)]
 
 

@@ -97,7 +97,7 @@ def lower(
 def looked_through(match: Match, tiles: TilePlan) -> Match:
     """What is added to the scores as a mask, where tiles are visited by what the masks hold. Nothing learns: a kernel
     that reads tensors as masks has no backward."""
-    return replace(match, region=hiding(match.region)) if tiles.visits == "table" else match
+    return replace(match, region=hiding(match.region)) if tiles.visits != "bounds" else match
 
 
 def planned(match: Match, sizes: Mapping[str, int], batch_invariant: bool = False) -> TilePlan:
@@ -130,8 +130,8 @@ def for_training(match: Match, tiles: TilePlan, sizes: Mapping[str, int], option
     source, launch = generate(match, tiles, saves_lse=True)
     others = match.learned - products_of(region)
     plans = backward_plan(region, current(), sizes)
-    if tiles.visits == "table" and tiles.cost is not None and gradients_visit(tiles.cost.seconds):
-        plans = by_table(plans, region, others)
+    if tiles.visits != "bounds" and tiles.cost is not None and gradients_visit(tiles.cost.seconds):
+        plans = by_table(plans, region, others, tiles.visits)
     if tiles.consumers and hopper.trains(match):
         plans = hopper_backward.specialised(region, tiles, hopper.in_order(options))
     backward = emit_backward(region, plans, others, fixed(match))

@@ -60,7 +60,7 @@ def operands(match: Match, source: KernelSource | None, sizes: Mapping[str, Any]
     tensors = [on_device(n, match.output) for n in match.inputs]
     if match.learned:
         tensors = [kept(n, match.place) for n in tensors]
-    if source is not None and source.plan.visits == "table":
+    if source is not None and source.plan.visits != "bounds":
         tensors.append(table_node(match.place, source, tensors, sizes.__getitem__))
     return tensors
 

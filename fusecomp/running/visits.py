@@ -32,7 +32,7 @@ TABLES: dict[str, ListVisits] = {}
 
 def launcher(module: ModuleType, source: KernelSource) -> Launch:
     """What launches a loaded kernel on the region's operands, with the table after them or without."""
-    if source.plan.visits != "table":
+    if source.plan.visits == "bounds":
         return module.launch  # type: ignore[no-any-return]
     made, region = table(source.region, source.plan), source.region
     TABLES.setdefault(made.signature, module.list_visits)
@@ -107,7 +107,7 @@ def table_node(
     masks = [by_name[name] for name in made.tensors]
     axes = [length(v.name.upper()) for v in made.axes]
     more = ([length(n) for n in made.sizes], axes, [length("M"), length("N")], plan.block_m,
-            0 if plan.consumers else plan.block_n, made.signature)  # fmt: skip
+            0 if plan.visits == "ranges" else plan.block_n, made.signature)  # fmt: skip
     call, visits = fixed(*more), torch.ops.fusecomp
     target = visits.tile_visits.default if call is None else visits.tile_visits_fixed.default
     args = (masks, *(more if call is None else (call,)))
