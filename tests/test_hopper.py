@@ -16,6 +16,7 @@ from golden_kernels import paged
 from kernels import tiles
 from regions import H, M, N, age, attention, b, causal, dropout, filled, grouped, h, kv_idx, load, q_idx, score, times
 
+from fusecomp.codegen import hopper_choice
 from fusecomp.codegen.compiled import cross_compile
 from fusecomp.codegen.copied import copied, pair_loads
 from fusecomp.codegen.emit import emit
