@@ -295,4 +295,4 @@ def test_tiles_by_a_table(
     ends = torch.tensor([[n // 3], [n - 3]])
     marks = torch.stack([(torch.arange(n) // 50), torch.arange(n) // 400]) if fn is packed else torch.arange(n) < ends
     args = [torch.randn(2, 4, n, size, device="cuda", dtype=torch.bfloat16) for _ in range(3)]
-    compared(fn, [*args, marks.to("cuda", torch.int32)], visits="table")
+    compared(fn, [*args, marks.to("cuda", torch.int32)], visits="ranges")

@@ -29,7 +29,6 @@ from test_gpu_hopper import (  # noqa: F401 - `always` is a fixture
 )
 from torch import Tensor
 
-from fusecomp.codegen import hopper_choice
 from fusecomp.codegen.backward import BackwardSource, emit_backward
 from fusecomp.ir.region import AttentionRegion
 from fusecomp.planning import visits
@@ -138,12 +137,11 @@ def test_gradients_of_documents(
 ) -> None:  # fmt: skip
     """By tables in both directions."""
     monkeypatch.setattr(visits, "SHARE", float("inf"))
-    monkeypatch.setattr(hopper_choice, "FILLED", 0.0)
     labels = DOCUMENTS[ids](torch.arange(n, device="cuda"))
     shapes = [(2, 4, m, size), (2, 2, n, size), (2, 2, n, size)]
     args = [torch.randn(s, device="cuda", dtype=torch.bfloat16) for s in shapes]
     differentiated(lambda q, k, v: packed(q, k, v, labels), args, planned, deterministic)
-    assert planned[-1].keys.visits == "table"
+    assert planned[-1].keys.visits == "ranges"
 
 
 def test_a_gradient_that_is_expanded(planned: list[BackwardPlan]) -> None:
