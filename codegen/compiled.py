@@ -21,6 +21,7 @@ from fusecomp.codegen.descriptors import BYTES
 from fusecomp.codegen.frame import Frame
 from fusecomp.codegen.interpreter import interpreting
 from fusecomp.codegen.source import KernelSource
+from fusecomp.codegen.table_ranges import WARPS
 from fusecomp.errors import KernelError
 from fusecomp.planning.tile import TilePlan
 
@@ -63,11 +64,12 @@ def cross_compile(source: KernelSource, arch: Arch, kernel: str = "attention") -
         function = getattr(_module(source, Path(folder)), kernel)
         plan = source.plan_of(kernel)
         signature, constants, attributes = _signature(source, plan, function.arg_names)
-        options = {"num_warps": plan.warps, "num_stages": Frame(source.region, plan).stages}
+        table = kernel in ("key_ranges", "query_ranges")
+        options = {"num_warps": WARPS if table else plan.warps, "num_stages": Frame(source.region, plan).stages}
         most = hopper.REGISTERS[plan.consumers][0] if plan.consumers else plan.registers
-        if most and (kernel == "attention" or plan.consumers) and target.backend == "cuda":
+        if most and not table and (kernel == "attention" or plan.consumers) and target.backend == "cuda":
             options["maxnreg"] = most
-        if plan.consumers:
+        if plan.consumers and not table:
             signature = _described(source, signature, kernel)
         begin = time.perf_counter()
         try:
@@ -111,7 +113,7 @@ def _signature(
     dtypes = {**SCRATCH, "out": region.out_dtype, **{o.name: o.dtype for o in region.operands}}
     known = {f"{o.name}_stride_{len(o.shape) - 1}": 1 for o in region.operands}
     known |= {f"out_stride_{region.out_order[-1]}": 1, "BLOCK_M": plan.block_m, "BLOCK_N": plan.block_n}
-    known |= {"TILES": 64, "WHOLE": 1}  # of a table of tiles, and of keys that end with one
+    known |= {"TILES": 32, "WHOLE": 1}  # of a table of tiles, and of keys that end with one
     types: dict[str, str] = {}
     for p in params:  # a gradient is like what it is the gradient of
         pointer = POINTERS[dtypes.get(p.removesuffix("_ptr").removeprefix("grad_"), "float32")]

@@ -180,6 +180,8 @@ def test_every_kernel_compiles() -> None:
     plan = specialised(region, planned(region))
     forward, backward = emit(region, plan), emit_backward(region, gradients(region, plan))
     assert cross_compile(forward, 90, "key_ranges").spills in (0, None)
+    for kernel in ("key_ranges", "query_ranges"):
+        assert cross_compile(backward, 90, kernel).spills in (0, None)
     for kernel in ("query_gradient", "key_gradients"):
         info = cross_compile(backward, 90, kernel)
         assert info.spills is None or info.spills <= 128
