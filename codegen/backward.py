@@ -229,7 +229,7 @@ def query_gradient(frame: GradientFrame) -> tuple[str, list[str]]:
         "full_range": full_tiles() if listed else whole_tiles(frame),
         "full_begin": "full_begin" if frame.k_begin != "0" or frame.tabled else "0",
         "full_tile": queries.full_tile(frame),
-        "edge_loop": other_tiles(frame, queries.masked_tile(frame), frame.kv_idx) if listed else edge_loop(frame),
+        "edge_loop": other_tiles(frame, queries.masked_tile(frame), frame.kv_idx) if frame.tabled else edge_loop(frame),
         "edge_tile": queries.edge_tile(frame),
         "rescue": queries.rescue(frame),
         "store": queries.store(frame),
@@ -239,8 +239,7 @@ def query_gradient(frame: GradientFrame) -> tuple[str, list[str]]:
 
 def key_gradients(frame: GradientFrame) -> tuple[str, list[str]]:
     """dK and dV: one program walks the queries that see one tile of keys."""
-    listed = frame.tabled and not frame.ranged
-    cut = other_tiles(frame, keys.masked_tile(frame), frame.q_idx) if listed else ranges.edge_loop(frame)
+    cut = other_tiles(frame, keys.masked_tile(frame), frame.q_idx) if frame.tabled else ranges.edge_loop(frame)
     holes: dict[str, str | list[str]] = {
         "program": keys.program(frame),
         "columns": keys.columns(frame),

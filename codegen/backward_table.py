@@ -23,7 +23,7 @@ from fusecomp.codegen.skeletons import fill
 from fusecomp.codegen.table import LARGER, TableFrame, listed, states_kernel, table
 from fusecomp.codegen.table_ranges import gradient_kernels
 from fusecomp.codegen.tile import indented
-from fusecomp.codegen.visited import row_of
+from fusecomp.codegen.visited import cut_keys, cut_queries, row_of
 from fusecomp.ir.expr import Var
 
 Lines = list[str]
@@ -117,6 +117,8 @@ def table_row(frame: GradientFrame) -> Lines:
 def other_tiles(frame: GradientFrame, tile: Lines, of: Var) -> Lines:
     """The tiles along `of` that the mask cuts, then the one that its end cuts; `tile` is what is done in the former."""
     keys = of == frame.kv_idx
+    if frame.ranged:
+        return (cut_keys if keys else cut_queries)(frame, tile)
     start, count, block = ("k_start", "k_tiles", "BLOCK_N") if keys else ("q_start", "whole", "BLOCK_M")
     return [
         "# The tiles that the mask cuts; each looks up the next, ahead of its loads",

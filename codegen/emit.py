@@ -117,7 +117,7 @@ RESERVED = frozenset({
     "place_of", "share_of", "in_rows", "scratch", "states", "tile_states", "list_tiles", "list_visits", "larger",
     "other", "next_tile", "outers", "section", "turns",
     "own", "near", "far", "each", "some", "every", "begin", "end", "length", "run", "longest", "unlike", "before",
-    "key_ranges", "query_ranges", "last", "count",
+    "key_ranges", "query_ranges", "last", "count", "whole",
     "k_tiles", "seen", "full", "four", "random", "keeps", "kept_tile",
 }) | hopper.NAMES  # fmt: skip
 """What the skeletons call their own variables."""
@@ -218,7 +218,7 @@ def common(frame: Frame) -> dict[str, list[str]]:
         "full_range": full_tiles() if listed else whole_tiles(frame),
         "descriptors": descriptors(frame),
         "full_tile": full_tile(frame),
-        "edge_loop": other_tiles(frame) if listed else edge_loop(frame),
+        "edge_loop": other_tiles(frame) if frame.tabled else edge_loop(frame),
         "edge_tile": edge_tile(frame),
     }
 

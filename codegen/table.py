@@ -27,7 +27,7 @@ from fusecomp.codegen.selfcheck import Visits
 from fusecomp.codegen.skeletons import fill
 from fusecomp.codegen.tile import indented, masked_tile, places
 from fusecomp.codegen.values import Values, element_values
-from fusecomp.codegen.visited import row_of
+from fusecomp.codegen.visited import cut_keys, row_of
 from fusecomp.errors import KernelError
 from fusecomp.ir import data
 from fusecomp.ir.algebra import apply
@@ -251,6 +251,8 @@ def full_tiles() -> Lines:
 
 def other_tiles(frame: Frame) -> Lines:
     """The other tiles in which some query sees a key; then the tile that the end of the keys cuts."""
+    if frame.ranged:
+        return cut_keys(frame, masked_tile(frame))
     size = triton_text(frame.kv_idx.size, frame.names)
     return [
         "# The tiles that the mask cuts; each looks up the next, ahead of its loads",

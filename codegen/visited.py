@@ -41,3 +41,27 @@ def _row(frame: Frame, size: str, start: str, block: str, of: str) -> Lines:
 
 FULL = ["full_begin = tl.load(tiles + 1)", "full_end = tl.load(tiles + 2)"]
 """[full_begin, full_end) of a row: there every query sees every key."""
+
+
+def cut_keys(frame: Frame, tile: Lines) -> Lines:
+    """`tile` for each tile of keys that the mask cuts, then the head of a loop over the one that their end cuts, where
+    alone what is loaded is tested against it."""
+    return _cut(triton_text(frame.kv_idx.size, frame.names), "k", "BLOCK_N", "keys", tile)
+
+
+def cut_queries(frame: Frame, tile: Lines) -> Lines:
+    """The same of queries."""
+    return _cut(triton_text(frame.q_idx.size, frame.names), "q", "BLOCK_M", "queries", tile)
+
+
+def _cut(size: str, of: str, block: str, what: str, tile: Lines) -> Lines:
+    return [
+        f"whole = tl.minimum({of}_end, {size} // {block} * {block})",
+        "# The tiles that the mask cuts, before and after the full ones",
+        f"for edge in range({of}_begin, whole - (full_end - full_begin), {block}):",
+        f"    {of}_start = tl.where(edge < full_begin, edge, edge + (full_end - full_begin))",
+        *(f"    {line}" if line else "" for line in tile),
+        "",
+        f"# The tile that the end of the {what} cuts",
+        f"for {of}_start in range(whole, {of}_end, {block}):",
+    ]

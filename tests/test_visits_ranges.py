@@ -31,6 +31,7 @@ from fusecomp.ir.region import AttentionRegion
 from fusecomp.planning.backward import BackwardPlan
 from fusecomp.planning.device import find
 from fusecomp.planning.holes import filled
+from fusecomp.planning.plan import plan
 from fusecomp.planning.tile import TilePlan
 from fusecomp.running.hopper import available
 from fusecomp.running.hopper import planned as hopper_plan
@@ -89,9 +90,9 @@ def test_attention_by_ranges(interpreter: Interpreter, keep: str, ids: str) -> N
 @pytest.mark.parametrize("ids", ["sorted", "again", "wide"])
 def test_gradients_by_ranges(interpreter: Interpreter, ids: str) -> None:
     region, args = documents(*MASKS["documents"]), [x.long().repeat(2, 1) for x in IDS[ids]]
-    plan = BackwardPlan(ranged(region), ranged(region, 16, 32))
+    plans = BackwardPlan(ranged(region), ranged(region, 16, 32))
     dead = bool((args[0][0][:, None] != args[1][0]).all(1).any())
-    gradients_agree(interpreter, region, [*gradient_qkv(16, m=37, n=53), *args], SIZES, plan,
+    gradients_agree(interpreter, region, [*gradient_qkv(16, m=37, n=53), *args], SIZES, plans,
                     wanted=("q", "k") + ("v",) * (not dead))  # fmt: skip
 
 
@@ -127,8 +128,7 @@ def table(
 ) -> list[list[int]]:
     """What the function of that name returns."""
     text = HEADER + "\n\n\n".join(kernels) + LAUNCH.format(name)
-    plan = replace(ranged(region), visits="bounds")
-    source = KernelSource(f"{name}_{abs(hash(text))}", text, "", plan, region)
+    source = KernelSource(f"{name}_{abs(hash(text))}", text, "", replace(ranged(region), visits="bounds"), region)
     found = interpreter.run(source, torch.full((rows, 4), -1, dtype=torch.int32), args, [2, 37, 53])
     return found.tolist()  # type: ignore[no-any-return]
 
@@ -177,8 +177,8 @@ def test_the_kernels_walk_their_ranges() -> None:
 @written_in
 def test_every_kernel_compiles() -> None:
     region = EXPRESSED["documents"]
-    plan = specialised(region, planned(region))
-    forward, backward = emit(region, plan), emit_backward(region, gradients(region, plan))
+    own = specialised(region, planned(region))
+    forward, backward = emit(region, own), emit_backward(region, gradients(region, own))
     assert cross_compile(forward, 90, "key_ranges").spills in (0, None)
     for kernel in ("key_ranges", "query_ranges"):
         assert cross_compile(backward, 90, kernel).spills in (0, None)
@@ -197,14 +197,24 @@ EVEN_TILES = apply("eq", apply("mod", apply("floordiv", kv_idx, Const(128)), Con
 
 
 @pytest.mark.parametrize(
-    ("keep", "low", "high"),
-    [(PREFIX, 1, 1), (causal, 1, 1), (DOCUMENTS, 1, 1), (FIRST_AND_RECENT, 0.1, 0.3), (EVEN_TILES, 0.5, 0.6)],
-)
-def test_holes_that_are_known_before_the_run(keep: Expr, low: float, high: float) -> None:
+    ("keep", "low", "high", "visits"),
+    [
+        (PREFIX, 1, 1, "bounds"), (causal, 1, 1, "bounds"), (DOCUMENTS, 1, 1, "ranges"),
+        (FIRST_AND_RECENT, 0.1, 0.3, "table"), (EVEN_TILES, 0.5, 0.6, "table"),
+    ],
+)  # fmt: skip
+def test_holes_that_are_known_before_the_run(keep: Expr, low: float, high: float, visits: str) -> None:
     """Ranges would visit them, a list does not."""
     region = half(SCALED, keep, loads=[((B, N), "int64")])
     assert low <= filled(region, LONG) <= high
-    assert (hopper_plan(region, LONG, find("h200")) is not None) == (low == 1 and available())
+    assert plan(region, LONG, find("h200")).visits == visits
+
+
+def test_short_documents_run_on_hopper_where_they_are_trained() -> None:
+    """Its forward kernel is predicted slower, its gradients are by far the faster ones."""
+    region = half(SCALED, causal, DOCUMENTS, loads=[((B, N), "int64")])
+    found = [hopper_plan(region, LONG, find("h200"), trained) for trained in (False, True)]
+    assert [x is not None for x in found] == [False, available()]
 
 
 def test_where_no_query_sees_a_key() -> None:

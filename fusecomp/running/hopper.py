@@ -37,7 +37,8 @@ def available() -> bool:
 def takes(match: Match, sizes: Mapping[str, int], options: Options) -> TilePlan | None:
     """Its plan of the match, if it runs it. Only where it is verified: the portable kernel is there if it disagrees."""
     asked = match.output.meta["val"].device.type == "cuda" and options.verify and not options.batch_invariant
-    return planned(match.region, sizes, current()) if asked and _in_steps(match) else None
+    trained = bool(match.learned) and trains(match)
+    return planned(match.region, sizes, current(), trained) if asked and _in_steps(match) else None
 
 
 def trains(match: Match) -> bool:
@@ -56,9 +57,11 @@ def in_order(options: Options) -> bool:
     return options.deterministic or torch.are_deterministic_algorithms_enabled()
 
 
-def planned(region: AttentionRegion, sizes: Mapping[str, int], device: Device) -> TilePlan | None:
+def planned(
+    region: AttentionRegion, sizes: Mapping[str, int], device: Device, trained: bool = False
+) -> TilePlan | None:
     """Its plan of the region at these lengths, where it runs on the device."""
-    return chosen(region, sizes, device) if available() else None
+    return chosen(region, sizes, device, trained) if available() else None
 
 
 def _in_steps(match: Match) -> bool:
