@@ -173,7 +173,7 @@ class Frame:
         and the score is a number there."""
         if self.reach.loose or self.reach.lower or self.plan.skeleton == "decode":
             return True
-        if any(not _reaches_key_0(x) for x in self.reach.upper):
+        if not all(x.slope >= 0 and is_natural(apply("sub", x.edge, Const(1))) for x in self.reach.upper):
             return True
         return any(may_be_minus_inf(x) for x in parts(self.exponent.score))
 
@@ -298,8 +298,3 @@ def merged(e: Expr, force: bool = True) -> Expr:
     whole = transform(e, lambda x: Var("_both", Const(1)) if x == both else None)
     alone = any(isinstance(x, Score) for x in parts(whole))
     return e if alone else transform(e, lambda x: Score(0) if x == both else None)
-
-
-def _reaches_key_0(bound: Bound) -> bool:
-    """edge >= 1 for every row."""
-    return bound.slope >= 0 and is_natural(apply("sub", bound.edge, Const(1)))
