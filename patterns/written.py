@@ -2,6 +2,7 @@
 
     scaled_dot_product_attention(Q, K, V)    softmax(scale Q K^T + mask) V              patterns/sdpa.py
     einsum(P, V, W), P V + C in one call     (P V) W; P V, and C added                   patterns/chains.py
+    N / D,  both summed chunk by chunk       softmax([s_1, .., s_n]) [V_1; ..; V_n]      patterns/online.py
     [Q K_1^T, .., Q K_n^T]                   Q [K_1; ..; K_n]^T                          patterns/together.py
     p[:n] V + p[n:] W,  p a softmax          p [V; W]                                    patterns/joined.py
     f p / g(sum f p) V,  p a softmax         N / g(D),  [N, D] = f p [V, 1]              patterns/renormalised.py
@@ -21,12 +22,13 @@ from fusecomp.patterns.chains import unchain
 from fusecomp.patterns.dropout import seed_dropouts
 from fusecomp.patterns.folding import fold
 from fusecomp.patterns.joined import join
+from fusecomp.patterns.online import at_once
 from fusecomp.patterns.renormalised import renormalise
 from fusecomp.patterns.sdpa import define
 from fusecomp.patterns.sums import distribute
 from fusecomp.patterns.together import bring_together
 
-MEANINGS = (define, unchain, bring_together, join, renormalise, distribute, fold, seed_dropouts)
+MEANINGS = (define, unchain, at_once, bring_together, join, renormalise, distribute, fold, seed_dropouts)
 
 
 def write_out(module: GraphModule) -> list[Written]:

@@ -20,6 +20,7 @@ from corpus import (
     logsums,
     masked,
     normalised,
+    online,
     packed,
     paged,
     paged_fetched,
@@ -49,7 +50,7 @@ LONG = (
     paged_near_writes, paged_near_served, paged_shared, families,
 )  # fmt: skip
 TABLES = (*LONG, spelled, masked, packed, written, twins, idioms, logsums, extended, functions,
-          normalised, calls, pieces)  # fmt: skip
+          normalised, calls, pieces, online)  # fmt: skip
 
 QUICK = {
     "mul_scale", "exp_over_sum", "einsum_bqhd", "k_permuted_straight_equal_axes", "bmm_scaled", "diffusers_baddbmm",
