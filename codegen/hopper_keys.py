@@ -5,12 +5,13 @@ From the last key that the mask's bounds leave, or a table of its data (codegen/
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from fusecomp.codegen.frame import Frame
 from fusecomp.codegen.program import full_range, key_range
 from fusecomp.ir.algebra import apply
+from fusecomp.ir.expr import Apply, Const, Expr, variables
 from fusecomp.ir.poly import poly
 
 Lines = list[str]
@@ -49,11 +50,25 @@ def walk(frame: Frame) -> Walk:
 
 
 def _cuts_one_tile(frame: Frame) -> bool:
-    """Whether no more than the last tile of keys needs its mask at the end: kv_idx <= q_idx + c, c whole tiles."""
+    """Whether no more than the last tile of keys needs its mask at the end: kv_idx < q_idx + c + 1, or < c, or the
+    larger or smaller of such, c whole tiles."""
     if frame.tabled:
         return False
-    sloped = [poly(apply("sub", x.edge, frame.q_idx)) for x in frame.reach.upper if x.slope]
+    sloped = [x for x in frame.reach.upper if x.slope]
     square = frame.plan.block_m == frame.plan.block_n or not sloped
-    return square and all(x.slope in (0, 1) for x in frame.reach.upper) and all(
-        set(rest) <= {()} and (int(rest.get((), 0)) - 1) % frame.plan.block_n == 0 for rest in sloped
-    )
+    return square and all(x.slope == 1 and all(_whole(frame, e) for e in _sides(x.edge)) for x in sloped)
+
+
+def _sides(edge: Expr) -> Iterator[Expr]:
+    match edge:
+        case Apply("max" | "min", (x, y)):
+            yield from (*_sides(x), *_sides(y))
+        case _:
+            yield edge
+
+
+def _whole(frame: Frame, edge: Expr) -> bool:
+    """q_idx + c + 1, or c."""
+    moves = frame.q_idx.name in variables(edge)
+    rest = poly(apply("sub", edge, apply("add", frame.q_idx, Const(1))) if moves else edge)
+    return set(rest) <= {()} and int(rest.get((), 0)) % frame.plan.block_n == 0
