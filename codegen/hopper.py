@@ -24,7 +24,7 @@ NAMES = frozenset({
     "section", "weights", "counter", "written", "barrier", "copied", "sums", "o", "produce", "consume", "described",
     "inside", "instruction", "left", "right", "known", "given", "consumed", "produced", "above", "below",
     "tanh", "head", "hand", "handed", "key_of", "tail", "masked", "listed", "all_tiles", "q_line", "slope_n", "shift",
-    "pairs_ready",
+    "pairs_ready", "base_2", "unit", "top", "risen",
 })  # fmt: skip
 """What the skeletons call their own variables."""
 GROUP_ROWS = 64
@@ -111,6 +111,12 @@ def groups(region: AttentionRegion) -> int:
 def holds_q(plan: TilePlan, size: int) -> bool:
     """Whether registers hold Q of a tile, so that the next one's can be copied in."""
     return size <= COLUMNS and plan.consumers == 2
+
+
+def at_once(plan: TilePlan) -> bool:
+    """Whether both products of a step are waited for together. With three groups one of the others multiplies
+    meanwhile, and V and the registers of P are free sooner."""
+    return plan.consumers == 3
 
 
 def blocks(frame: Frame) -> dict[str, list[int]]:

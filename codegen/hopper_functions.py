@@ -41,3 +41,31 @@ def tanh(x):
     """The device's own, with a relative error of up to 2^-11 (PTX ISA, tanh.approx.f32)."""
     return gl.inline_asm_elementwise("tanh.approx.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1)
 '''
+
+BASE_2 = '''
+@gluon.jit
+def base_2(row_max):
+    """(a, c) with exp(x - row_max) = exp2(a x - c), one multiply-add. From 2^27 on, where the largest floats lie that
+    hide keys and would overflow times log2(e), float32 has no two numbers less than 16 apart, and any a will do."""
+    a = gl.where(gl.abs(row_max) < 134217728.0, LOG2E, 1.0)
+    return a, a * row_max
+
+
+@gluon.jit
+def risen(row_max, new_max):
+    """exp of their difference as the weights of either have it: c is rounded."""
+    a, c = base_2(row_max)
+    new_a, new_c = base_2(new_max)
+    return gl.exp2(gl.where(a == new_a, c - new_c, (row_max - new_max) * LOG2E))
+'''
+
+KNOWN = '''
+@gluon.jit
+def known(row_max):
+    """A store that never happens, since maxima begin at the least float, but that waits for them. Without it the
+    assembler moves the wait for P V, which comes later, before they are taken."""
+    gl.inline_asm_elementwise(
+        "{ .reg .pred p; setp.lt.f32 p, $1, 0fFF7FFFFF; mov.u32 $0, 0; @p st.shared.u32 [$0], $0; }",
+        "=r,f", [row_max], dtype=gl.int32, is_pure=False, pack=1,
+    )
+'''

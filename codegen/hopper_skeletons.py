@@ -6,16 +6,19 @@ FlashAttention-3 (Shah et al. 2024, sections 3.1 and 3.2) has both ideas: warps 
 turns, so that one multiplies while the others are at their exponentials. Here K runs from the last key to the first,
 and programs take tiles of queries from a counter until none is left.
 
-Where the time goes, by the device's clock read inside the kernel (probes_h200.json; N 4096, microseconds):
+Where the time went, by the device's clock read inside the kernel (probes_h200.json; N 4096, microseconds):
 
                                 D 64, 192 rows    D 128 causal    D 256 causal
     each tile of keys           1.50              1.39            1.39             128, 128 and 64 keys
     waits for Q, for K          0.3, 0.1          1.0, 0.3        0.8, 1.0         once a tile of queries
     last product to store       0.7               0.9             1.6
 
-At D 64 neither unit is full: with an eighth or a quarter of its exponentials made by polynomials instead, the kernel
-took 0.591 and 0.673 ms where it takes 0.559. Where a tile was taken as the one before began, causal programs at D 256
-ended between 181 and 204 us, since who had the longest tiles held more of them: it is taken when the loads are done.
+At D 64, three groups that waited for S, then for P V once their maxima were known, took 0.574 ms where they take 0.515
+waiting for both (FlashAttention-3 0.521); two groups are the other way round, causal 0.289 and 0.299. Neither unit was
+full there: with an eighth or a quarter of its exponentials made by polynomials, a kernel of 0.559 ms took 0.591 and
+0.673; with S of the next keys begun before the softmax of these, in registers of its own, 0.682 ms instead of 0.570.
+Where a tile was taken as the one before began, causal programs at D 256 ended between 181 and 204 us, since who had the
+longest tiles held more of them: it is taken when the loads are done. So it is where all are alike, 0.515 and 0.526 ms.
 Nsight Compute on D 128 causal: tensor cores 82 % busy, special functions 42 %, issue slots 40 %; of the 7.4 cycles
 between two instructions of a warp it spends 37 % at barriers.
 """
@@ -44,16 +47,6 @@ HELPERS = '''\
 def sums(p):
     """Of each row, four sums: one for each thread that holds a part of it."""
     return gl.sum(gl.sum(p.reshape([64, BLOCK_N // 8, 4, 2]), axis=3), axis=1)
-
-
-@gluon.jit
-def known(row_max):
-    """A store that never happens, since maxima begin at the least float, but that waits for them. Without it the
-    assembler moves the wait for P V, which comes later, before they are taken."""
-    gl.inline_asm_elementwise(
-        "{ .reg .pred p; setp.lt.f32 p, $1, 0fFF7FFFFF; mov.u32 $0, 0; @p st.shared.u32 [$0], $0; }",
-        "=r,f", [row_max], dtype=gl.int32, is_pure=False, pack=1,
-    )
 
 
 @gluon.jit
@@ -172,7 +165,7 @@ def consume(given, group: gl.constexpr):
         «pairs»
         «edge_score»
         row_max = «first_max»
-        weights = «weights»
+        «weights»
         row_sum = sums(weights)
         p = gl.convert_layout(weights.to(«dtype»), P_TILE)
         acc = gl.zeros([64, «size»], gl.float32, OUTPUT)
@@ -227,20 +220,34 @@ score = warpgroup_mma(q_tile, k_tile, gl.zeros([64, BLOCK_N], gl.float32, SCORES
 copied(v_ready, count - 1, STAGES)
 acc = warpgroup_mma(p, v_smem.index((count - 1) % STAGES), acc, is_async=True)
 barrier("arrive", MULTIPLY + (group + 1) % GROUPS, 256)
-score = warpgroup_mma_wait(1, (score,))
-barrier("arrive", K_FREE + count % STAGES, THREADS)
+«scored»
 «pairs»
 «score»
 new_max = gl.maximum(row_max, gl.max(score, axis=1)«to_max»)
-known(new_max)
+«known»
 rescale = «rescale»
 row_max = new_max
-weights = «weights»
+«weights»
 row_sum = row_sum * gl.convert_layout(rescale, gl.SliceLayout(1, row_sum.type.layout))[:, None] + sums(weights)
-acc, p = warpgroup_mma_wait(0, (acc, p))
-barrier("arrive", V_FREE + (count - 1) % STAGES, THREADS)
+«multiplied»
 acc = acc * gl.convert_layout(rescale, gl.SliceLayout(1, OUTPUT))[:, None]
 p = gl.convert_layout(weights.to(«dtype»), P_TILE)
+'''
+
+ONE_BY_ONE = '''\
+score = warpgroup_mma_wait(1, (score,))
+barrier("arrive", K_FREE + count % STAGES, THREADS)
+'''
+
+LATER = '''\
+acc, p = warpgroup_mma_wait(0, (acc, p))
+barrier("arrive", V_FREE + (count - 1) % STAGES, THREADS)
+'''
+
+AT_ONCE = '''\
+score, acc, p = warpgroup_mma_wait(0, (score, acc, p))
+barrier("arrive", K_FREE + count % STAGES, THREADS)
+barrier("arrive", V_FREE + (count - 1) % STAGES, THREADS)
 '''
 
 ATTENTION = '''\

@@ -8,12 +8,12 @@ from dataclasses import replace
 from itertools import accumulate
 
 from fusecomp.codegen import hopper_pairs as pairs
-from fusecomp.codegen.base2 import Exponent, may_be_minus_inf
+from fusecomp.codegen.base2 import may_be_minus_inf
 from fusecomp.codegen.copied import COLUMNS
 from fusecomp.codegen.frame import Frame
 from fusecomp.codegen.function import quoted
 from fusecomp.codegen.hopper import GROUP_ROWS, REGISTERS, blocks, expresses, first_column, holds_q
-from fusecomp.codegen.hopper_functions import BARRIERS, IMPORTS, TANH
+from fusecomp.codegen.hopper_functions import BARRIERS, BASE_2, IMPORTS, KNOWN, TANH
 from fusecomp.codegen.hopper_keys import walk
 from fusecomp.codegen.hopper_launch import LAUNCH_HELPERS, launch
 from fusecomp.codegen.hopper_skeletons import (
@@ -28,16 +28,17 @@ from fusecomp.codegen.hopper_skeletons import (
     STORE,
     WIDE,
 )
+from fusecomp.codegen.hopper_step import rising, scored, weighed
 from fusecomp.codegen.launcher import parameters, unspecialised, wrapped
 from fusecomp.codegen.logsumexp import place, store_lse
 from fusecomp.codegen.memory import element_pointers, fixed_loads, output_index
 from fusecomp.codegen.printer import FLOAT_MAX, literal, triton_dtype, triton_text
 from fusecomp.codegen.program import ROW_INDICES, decoded, sink_text
 from fusecomp.codegen.skeletons import fill
-from fusecomp.codegen.slope import Slope, sloped
+from fusecomp.codegen.slope import sloped
 from fusecomp.codegen.source import names_read, tidy
 from fusecomp.codegen.table_ranges import range_kernels
-from fusecomp.codegen.tile import ahead, of_full, tests_of_edge
+from fusecomp.codegen.tile import of_full, tests_of_edge
 from fusecomp.errors import KernelError
 from fusecomp.ir.algebra import apply
 from fusecomp.ir.expr import Const, Expr, Load, Var, parts
@@ -65,10 +66,12 @@ def hopper(frame: Frame, saves_lse: bool = False) -> tuple[str, list[str]]:
     descs = [f"{x.tensor}_desc" for _, x in frame.copied]
     produce, produced = _function(frame, PRODUCE, [*PRODUCER, *descs, *more], {**shared, **_copies(frame)})
     consume, consumed = _function(frame, CONSUME, [*CONSUMER, *more], {**shared, **_consumer(frame, saves_lse)})
-    helpers = fill(HELPERS, {"length": length, "m": triton_text(frame.q_idx.size, frame.names)})
+    places = fill(HELPERS, {"length": length, "m": triton_text(frame.q_idx.size, frame.names)})
     attention, params = _attention(frame, produced, consumed)
-    functions = [TANH] if "tanh" in names_read(consume) else []
-    texts = [BARRIERS, helpers, *functions, produce, consume, attention, LAUNCH_HELPERS]
+    called = names_read(consume)
+    functions = {"known": KNOWN, "tanh": TANH, "base_2": BASE_2}
+    helpers = [BARRIERS, places, *(text for name, text in functions.items() if name in called)]
+    texts = [*helpers, produce, consume, attention, LAUNCH_HELPERS]
     tables = range_kernels(frame.region, frame.plan) if frame.tabled else []
     return "\n\n\n".join([*(in_gluon(t.strip()) for t in texts), *tables]), launch(frame, params, saves_lse)
 
@@ -159,8 +162,8 @@ def _consumer(frame: Frame, saves_lse: bool) -> Holes:
     size, e = extent(frame.region.dv), frame.exponent
     slope = None if frame.tabled else sloped(e, frame.q_idx, frame.kv_idx, frame.moving)
     e = replace(e, score=slope.score) if slope else e
-    shared, keys, (plain, loose) = _weighed(frame, e, slope), walk(frame), of_full(frame, e)
-    edge, full = _scored(frame, e, tests_of_edge(frame), slope, True), _scored(frame, plain, loose, slope, False)
+    shared, keys, (plain, loose) = weighed(frame, e, slope), walk(frame), of_full(frame, e)
+    edge, full = scored(frame, e, tests_of_edge(frame), slope, True), scored(frame, plain, loose, slope, False)
     edge_step = fill(STEP, {**shared, **edge, "k_start": keys.begin("block")})
     full_step = fill(STEP, {**shared, **full, "k_start": keys.begin("block")})
     held = HELD.splitlines() if holds_q(frame.plan, size) else []
@@ -170,7 +173,7 @@ def _consumer(frame: Frame, saves_lse: bool) -> Holes:
         "pairs": shared["pairs"],
         "query": held or ["q_tile = q_smem.index(group)"],
         "query_read": [] if held else ['barrier("arrive", Q_FREE + group, 160)'],
-        "pointers": [*element_pointers(frame), *_rising(frame, slope)],
+        "pointers": [*element_pointers(frame), *rising(frame, slope)],
         "parts": keys.parts,
         "first_start": keys.begin("0"),
         "above_loop": _loop("for block in range(1, above):", edge_step) if above == "above" else [],
@@ -187,41 +190,6 @@ def _consumer(frame: Frame, saves_lse: bool) -> Holes:
         "finish": _finish(frame, saves_lse),
         "store": _store(frame),
     }
-
-
-def _weighed(frame: Frame, e: Exponent, slope: Slope | None) -> Holes:
-    """P of a tile, and what else every step has."""
-    factor = f" * {frame.factor(e)}" if e.scale != 1.0 else ""
-    top = "(row_max - shift)" if slope else "row_max"
-    return {
-        "to_max": " + shift" if slope else factor,
-        "dtype": triton_dtype(frame.region.out_dtype),
-        "pairs": pairs.read(frame),
-        "weights": e.exp(f"score{factor} - {top}[:, None]"),
-        "rescale": e.exp("row_max - new_max"),
-    }
-
-
-def _scored(frame: Frame, e: Exponent, tests: Sequence[Expr], slope: Slope | None, edge: bool) -> Holes:
-    """S of a tile: what can be read ahead of the product, and the rest."""
-    first, rest = ahead(frame, e, tests, edge)
-    return {"ahead": first, "score": [*rest, *_shift(frame, slope)]}
-
-
-def _rising(frame: Frame, slope: Slope | None) -> Lines:
-    """What a tile's scores rise by along its keys."""
-    if slope is None:
-        return []
-    place = Load("n_pos", (), "float32")
-    return [f"slope_n = {triton_text(apply('mul', slope.slope, place), frame.names.having({place: 'n_pos'}))}"]
-
-
-def _shift(frame: Frame, slope: Slope | None) -> Lines:
-    """What all keys of a row of a tile have besides, [64]."""
-    if slope is None:
-        return []
-    first: dict[Expr, str] = {frame.q_idx: "q_line", frame.kv_idx: "k_start.to(tl.float32)"}
-    return [f"shift = {triton_text(slope.shift, frame.names.having(first))}"]
 
 
 def _store(frame: Frame) -> Lines:

@@ -159,8 +159,31 @@ def test_only_the_first_tile_of_a_causal_row_needs_its_mask() -> None:
     """kv_idx <= q_idx cuts one tile where both sides are 128; another diagonal cuts two."""
     region = EXPRESSED["causal"]
     assert "above" not in emit(region, specialised(region, tiles(region))).text
-    region = EXPRESSED["last queries"]
-    assert "for block in range(1, above):" in emit(region, specialised(region, tiles(region))).text
+    for cut in (EXPRESSED["last queries"], half(SCALED, prefix(200))):
+        assert "for block in range(1, above):" in emit(cut, specialised(cut, tiles(cut))).text
+    whole = half(SCALED, prefix(256))
+    assert "above" not in emit(whole, specialised(whole, tiles(whole))).text
+
+
+def prefix(keys: int) -> Expr:
+    return apply("or", apply("lt", kv_idx, Const(keys)), causal)
+
+
+def test_three_groups_wait_for_both_products_at_once() -> None:
+    for name, one in (("three groups", "score, acc, p = warpgroup_mma_wait(0, (score, acc, p))"),
+                      ("full", "score = warpgroup_mma_wait(1, (score,))")):  # fmt: skip
+        region = EXPRESSED[name]
+        loop = emit(region, specialised(region, tiles(region))).text.split("for block in range(1, blocks):")[1]
+        assert one in loop
+        assert ("known(new_max)" in loop) == (name == "full")
+
+
+def test_one_multiply_add_makes_an_exponential_of_a_bias() -> None:
+    """Also of the least float, which hides a key, and a row where it hides all of them."""
+    region = EXPRESSED["bias"]
+    text = emit(region, specialised(region, tiles(region))).text
+    assert "weights = gl.exp2(score * unit[:, None] - top[:, None])" in text
+    assert "base_2" not in emit(EXPRESSED["alibi"], specialised(EXPRESSED["alibi"], tiles(EXPRESSED["alibi"]))).text
 
 
 def test_biases_come_in_blocks() -> None:

@@ -74,16 +74,6 @@ def sums(p):
 
 
 @gluon.jit
-def known(row_max):
-    """A store that never happens, since maxima begin at the least float, but that waits for them. Without it the
-    assembler moves the wait for P V, which comes later, before they are taken."""
-    gl.inline_asm_elementwise(
-        "{ .reg .pred p; setp.lt.f32 p, $1, 0fFF7FFFFF; mov.u32 $0, 0; @p st.shared.u32 [$0], $0; }",
-        "=r,f", [row_max], dtype=gl.int32, is_pure=False, pack=1,
-    )
-
-
-@gluon.jit
 def place_of(tile, all_tiles, section, M):
     """(first query, which head) of a tile: section by section of the heads, whose K and V then stay in L2, and in each
     the tiles with most keys first."""
@@ -103,6 +93,16 @@ def hand(next_smem, slot, value):
 @gluon.jit
 def handed(next_smem, slot):
     return gl.max(next_smem.index(slot).load(gl.BlockedLayout([1], [32], [4], [0])), axis=0)
+
+
+@gluon.jit
+def known(row_max):
+    """A store that never happens, since maxima begin at the least float, but that waits for them. Without it the
+    assembler moves the wait for P V, which comes later, before they are taken."""
+    gl.inline_asm_elementwise(
+        "{ .reg .pred p; setp.lt.f32 p, $1, 0fFF7FFFFF; mov.u32 $0, 0; @p st.shared.u32 [$0], $0; }",
+        "=r,f", [row_max], dtype=gl.int32, is_pure=False, pack=1,
+    )
 
 
 @gluon.jit

@@ -1,0 +1,66 @@
+"""A step of the forward kernel for Hopper's tensor cores: scores of a tile of keys, their exponentials, and when its
+products are waited for. (frame, ...) -> holes of STEP."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from fusecomp.codegen import hopper_pairs as pairs
+from fusecomp.codegen.base2 import Exponent
+from fusecomp.codegen.frame import Frame
+from fusecomp.codegen.hopper import at_once
+from fusecomp.codegen.hopper_skeletons import AT_ONCE, LATER, ONE_BY_ONE
+from fusecomp.codegen.printer import triton_dtype, triton_text
+from fusecomp.codegen.slope import Slope
+from fusecomp.codegen.tile import ahead
+from fusecomp.ir.algebra import apply
+from fusecomp.ir.expr import Expr, Load
+
+Lines = list[str]
+Holes = dict[str, str | Lines]
+
+
+def weighed(frame: Frame, e: Exponent, slope: Slope | None) -> Holes:
+    """P of a tile, and what else every step has."""
+    factor = f" * {frame.factor(e)}" if e.scale != 1.0 else ""
+    once = at_once(frame.plan)
+    return {
+        "to_max": " + shift" if slope else factor,
+        "dtype": triton_dtype(frame.region.out_dtype),
+        "pairs": pairs.read(frame),
+        **_exponentials(e, f"score{factor}", slope),
+        "scored": (AT_ONCE if once else ONE_BY_ONE).splitlines(),
+        "known": [] if once else ["known(new_max)"],
+        "multiplied": [] if once else LATER.splitlines(),
+    }
+
+
+def _exponentials(e: Exponent, score: str, slope: Slope | None) -> Holes:
+    """P of a tile, with one multiply-add an element, and what a new maximum makes of the sums before."""
+    if e.natural and slope is None:
+        weights = ["unit, top = base_2(row_max)", f"weights = tl.exp2({score} * unit[:, None] - top[:, None])"]
+        return {"weights": weights, "rescale": "risen(row_max, new_max)"}
+    top = "(row_max - shift)" if slope else "row_max"
+    return {"weights": f"weights = {e.exp(f'{score} - {top}[:, None]')}", "rescale": e.exp("row_max - new_max")}
+
+
+def scored(frame: Frame, e: Exponent, tests: Sequence[Expr], slope: Slope | None, edge: bool) -> Holes:
+    """S of a tile: what can be read ahead of the product, and the rest."""
+    first, rest = ahead(frame, e, tests, edge)
+    return {"ahead": first, "score": [*rest, *_shift(frame, slope)]}
+
+
+def rising(frame: Frame, slope: Slope | None) -> Lines:
+    """What a tile's scores rise by along its keys."""
+    if slope is None:
+        return []
+    place = Load("n_pos", (), "float32")
+    return [f"slope_n = {triton_text(apply('mul', slope.slope, place), frame.names.having({place: 'n_pos'}))}"]
+
+
+def _shift(frame: Frame, slope: Slope | None) -> Lines:
+    """What all keys of a row of a tile have besides, [64]."""
+    if slope is None:
+        return []
+    first: dict[Expr, str] = {frame.q_idx: "q_line", frame.kv_idx: "k_start.to(tl.float32)"}
+    return [f"shift = {triton_text(slope.shift, frame.names.having(first))}"]

@@ -1,0 +1,78 @@
+"""On a Hopper GPU: its own kernel where something is read for each pair, copied in blocks.
+
+    pytest -n 0 -m gpu tests/test_gpu_hopper_pairs.py
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from test_gpu_hopper import FLOOR, OPTIONS, always, attend, compared, off, places, pytestmark, scores
+from torch import Tensor
+
+__all__ = ["always", "pytestmark"]
+
+
+def biased(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Tensor:
+    return attend(scores(q, k) + bias, q, v)
+
+
+def wide_biased(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Tensor:
+    return (scores(q, k) + bias).softmax(-1).to(v.dtype) @ v
+
+
+def biased_causal(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Tensor:
+    i, j = places(q, k)
+    return attend(scores(q, k) + bias, q, v, j <= i)
+
+
+@pytest.mark.parametrize(("fn", "outer", "size", "dtype"), [
+    (biased, (2, 4), 64, torch.bfloat16), (biased, (1, 4), 128, torch.float16), (biased, (4,), 128, torch.bfloat16),
+    (biased_causal, (2, 4), 64, torch.float16), (biased_causal, (4,), 128, torch.bfloat16),
+], ids=lambda x: getattr(x, "__name__", str(x)))  # fmt: skip
+def test_biases(fn: Callable[..., Tensor], outer: tuple[int, ...], size: int, dtype: torch.dtype) -> None:
+    """In blocks, which the ends of the queries and of the keys cut."""
+    shapes = [(2, 4, 613, size), (2, 4, 744, size), (2, 4, 744, size), (*outer, 613, 744)]
+    compared(fn, [torch.randn(s, device="cuda", dtype=dtype) for s in shapes])
+
+
+@pytest.mark.parametrize("size", [64, 128])
+def test_biases_in_single_precision(size: int) -> None:
+    """As where autocast rounds the products but not what is added to them."""
+    args = [torch.randn(2, 4, n, size, device="cuda", dtype=torch.bfloat16) for n in (613, 700, 700)]
+    compared(wide_biased, [*args, torch.randn(4, 613, 700, device="cuda")])
+
+
+@pytest.mark.parametrize("fill", [torch.finfo(torch.bfloat16).min, -1e30, 1e38])
+def test_a_bias_that_hides_keys(fill: float) -> None:
+    """Where it hides all of a row alike, the row sees all alike."""
+    q, k, v = (torch.randn(2, 4, n, 64, device="cuda", dtype=torch.bfloat16) for n in (613, 744, 744))
+    bias = torch.zeros(4, 613, 744, device="cuda", dtype=torch.bfloat16)
+    bias[:, 100:300] = fill
+    bias[:, 400:, ::2] = fill
+    with torch.no_grad():
+        got = torch.compile(biased, backend="fusecomp", options=OPTIONS)(q, k, v, bias)
+    top = bias.double().amax(-1, keepdim=True)
+    s = torch.where(top.abs() > 1e29, 0.0, scores(q.double(), k.double()))  # float32 has no digits left for a score
+    assert off(got, s.masked_fill(bias < top, float("-inf")).softmax(-1) @ v.double()) <= FLOOR[torch.bfloat16]
+
+
+def test_a_bias_inside_another_tensor() -> None:
+    """Rows further apart than they are long; what lies between them, and around, is NaN."""
+    room = torch.full((5, 650, 760), float("nan"), device="cuda", dtype=torch.bfloat16)
+    bias = room[1:, 8:621, 8:752].copy_(torch.randn(4, 613, 744))
+    shapes = [(2, 4, 613, 64), (2, 4, 744, 64), (2, 4, 744, 64)]
+    compared(biased, [*(torch.randn(s, device="cuda", dtype=torch.bfloat16) for s in shapes), bias])
+
+
+def test_gradients_of_a_bias() -> None:
+    shapes = [(2, 4, 300, 64), (2, 4, 304, 64), (2, 4, 304, 64), (4, 300, 304)]
+    args = [torch.randn(s, device="cuda", dtype=torch.bfloat16, requires_grad=True) for s in shapes]
+    up = torch.randn(2, 4, 300, 64, device="cuda", dtype=torch.bfloat16)
+    fast = torch.compile(biased, backend="fusecomp", options={"inner": "aot_eager", "strict": True})
+    found = torch.autograd.grad(fast(*args), args, up)
+    double = [x.detach().double().requires_grad_() for x in args]
+    for a, e in zip(found, torch.autograd.grad(biased(*double), double, up.double()), strict=True):
+        assert off(a, e) <= 2 * FLOOR[torch.bfloat16]
