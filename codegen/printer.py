@@ -18,6 +18,8 @@ TEMPLATES = {"tanh": "2.0 * tl.sigmoid(2.0 * {0}) - 1.0", "isnan": "{0} != {0}"}
 """Triton texts without the parentheses that the table's, which know no context, need."""
 HALF = ("float16", "bfloat16", "float8_e4m3fn", "float8_e5m2")
 """What is computed with in float32."""
+NARROW = ("int8", "uint8", "int16")
+"""What is computed with in int32: the algebra says where such a number wraps around."""
 FLOAT_MAX = 3.4028234663852886e38
 
 DTYPES = {
@@ -103,6 +105,8 @@ def _apply(e: Apply, names: Names) -> tuple[str, int]:
 
 def _operand(x: Expr, place: int, parent: Apply, level: int, names: Names, float_wanted: bool) -> str:
     body, inner = as_float(x, names) if float_wanted and kind(x) == "int" else show(x, names)
+    if isinstance(x, Load) and x.dtype in NARROW and not _compared_as_it_is(parent):
+        body, inner = f"{body}.to({'torch.int32' if names.torch else 'tl.int32'})", ATOM
     if names.torch and parent.op in ("max", "min") and not any(isinstance(y, Var | Load | Score) for y in parts(x)):
         return f"torch.tensor({body})"
     if not names.torch and parent.primitive.sfu and parent.op != "div" and kind(x) != "float":
@@ -111,6 +115,13 @@ def _operand(x: Expr, place: int, parent: Apply, level: int, names: Names, float
     inside = TIMES if factor else level
     loose = inner > inside or (inner == inside and (place > 0 or level == TEST or factor))
     return f"({body})" if loose and inside != ATOM else body
+
+
+def _compared_as_it_is(e: Apply) -> bool:
+    """Whether small integers are compared with such, or with a number that is one."""
+    return e.primitive.level == COMPARE and all(
+        (isinstance(x, Load) and x.dtype in NARROW) or (isinstance(x, Const) and 0 <= x.value < 128) for x in e.operands
+    )
 
 
 def as_float(x: Expr, names: Names) -> tuple[str, int]:

@@ -83,7 +83,10 @@ def poisoned(x: Tensor, step: int = 1) -> Tensor:
     room = [n + 3 for n in x.shape[:-1]] + [(n // step + 3) * step for n in x.shape[-1:]]
     begin = [1 for _ in x.shape[:-1]] + [step for _ in x.shape[-1:]]
     around = torch.empty(room, dtype=x.dtype)
-    around.fill_(float("nan") if x.dtype.is_floating_point else x.dtype == torch.bool or 1_000_000_007)
+    if x.dtype.is_floating_point:
+        around.fill_(float("nan"))
+    else:
+        around.fill_(x.dtype == torch.bool or min(1_000_000_007, torch.iinfo(x.dtype).max))
     inside = around[tuple(slice(first, first + n) for first, n in zip(begin, x.shape, strict=True))]
     return inside.copy_(x)
 

@@ -6,8 +6,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+import torch
 from kernels import Interpreter, agree, tiles
-from regions import attention, b, filled, h, kv_idx, q_idx, scaled_score
+from regions import B, attention, b, filled, h, kv_idx, load, q_idx, scaled_score
 from test_codegen import SIZES, normal, qkv
 from test_reference import _two_products
 
@@ -42,3 +43,19 @@ def test_a_mask_by_a_number_of_the_programs_own_compiles_beside_a_fill() -> None
     region = attention(scaled_score, keep, **filled(-1e9, keep))
     assert region.sizes[-1] == "L0"
     cross_compile(emit(region, tiles(region)), 90, "attention")
+
+
+WORDS = load(0, b, dtype="uint8")
+OF_SMALL_INTEGERS = {
+    "twice": apply("lt", kv_idx, apply("mul", WORDS, Const(2))),
+    "squared": apply("lt", kv_idx, apply("mul", WORDS, WORDS)),
+    "less": apply("gt", kv_idx, apply("sub", WORDS, Const(140))),
+    "more than such a number holds": apply("lt", apply("add", WORDS, kv_idx), Const(300)),
+    "beside its negative": apply("lt", apply("neg", WORDS), apply("sub", kv_idx, Const(20))),
+}
+
+
+@pytest.mark.parametrize("name", OF_SMALL_INTEGERS)
+def test_small_integers_are_computed_with_in_int32(interpreter: Interpreter, name: str) -> None:
+    region = attention(scaled_score, OF_SMALL_INTEGERS[name], loads=[((B,), "uint8")])
+    agree(interpreter, region, [*qkv(16), torch.tensor([5, 130], dtype=torch.uint8)], SIZES)
