@@ -13,7 +13,7 @@ from torch import Tensor
 
 import fusecomp
 from fusecomp import backend
-from fusecomp.running import hopper
+from fusecomp.codegen import hopper_choice
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 TOLERANCE = 4 * 2.0**-7
@@ -55,8 +55,7 @@ def right(run: Any, fn: Any, args: list[Tensor], spread: bool = False) -> None:
 @pytest.mark.parametrize("portable", [False, True])
 def test_calls_in_turn(fn: Any, portable: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Lengths, dtypes, learners, strides and streams that change, memory that is used again."""
-    monkeypatch.setattr(hopper, "LEAST_SECONDS", 1.0 if portable else 0.0)
-    monkeypatch.setattr(hopper, "LEAST_TILES", 0)
+    monkeypatch.setattr(hopper_choice, "AT_MOST", 0.0 if portable else float("inf"))
     monkeypatch.setattr(backend, "_inductor", None)
     torch._dynamo.reset()
     fusecomp.reset()

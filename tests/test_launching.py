@@ -134,6 +134,11 @@ def test_kernels_are_compiled_together_and_not_launched(
     assert same(files, heard, x, x, 32)
 
 
+def test_the_longest_text_counts_what_it_calls(files: Files) -> None:
+    double, doubled = files.plain.double, files.plain.doubled
+    assert launching.text_of(double) == len(double.src) + len(doubled.src) > launching.text_of(doubled)
+
+
 def test_what_a_file_launches() -> None:
     assert launched(FILE) == {"double"}
     assert launched("def launch(x):\n    BOXES[len(x)]\n    x[0](1)\n    f(x[1])\n") == {"x"}

@@ -179,7 +179,7 @@ class Launches:
     def launch(self, grid: tuple[int, ...], *args: Any, **options: Any) -> None:
         """Through Triton the first time, then as it was compiled."""
         if _thread.wanted is not None:
-            _thread.wanted.append((len(self.kernel.src), self._compiling(grid, args, options)))
+            _thread.wanted.append((text_of(self.kernel), self._compiling(grid, args, options)))
             return
         tensors = self._pointers(args)
         if reduce(or_, map(_pointer, tensors), 0) % ALIGNED or max(self._lengths(args), default=0) >= WIDE:
@@ -209,6 +209,17 @@ class Launches:
             self.known.clear()
         if hasattr(compiled, "__getitem__"):
             self.known[key] = compiled
+
+
+def text_of(kernel: Any) -> int:
+    """Characters of a kernel and of the functions that it calls."""
+    found, waiting = set[Any](), [kernel]
+    while waiting:
+        function = waiting.pop()
+        found.add(function)
+        called = map(function.fn.__globals__.get, function.fn.__code__.co_names)
+        waiting += [f for f in called if hasattr(f, "src") and f not in found]
+    return sum(len(f.src) for f in found)
 
 
 def _picked(names: Sequence[str], wanted: set[str]) -> Callable[[Sequence[Any]], tuple[Any, ...]]:
