@@ -5,8 +5,8 @@
     python examples/bench/compile_time.py [OUT.json] --variant causal [--head-size 128] [--train]
 
 One JSON row: seconds of the whole first call, of fusecomp's own (its import, which PyTorch's own is not counted with;
-reading the graph, planning, generating, compiling and verifying kernels), of Inductor's, and fusecomp's share of
-Inductor's; attentions found and fused, kernels generated. With `--caches DIR` fusecomp's and Triton's are kept there: a
+reading the graph, planning, generating, compiling and verifying kernels), of Inductor's (none where nothing is left for
+it), and fusecomp's share of Inductor's; attentions found and fused, kernels generated. With `--caches DIR` fusecomp's and Triton's are kept there: a
 second run is what a second process takes.
 `--clock cpu` counts the processor time of this process instead, for machines that others use too.
 """
@@ -20,6 +20,7 @@ import platform
 import tempfile
 import time
 from collections.abc import Callable
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -105,9 +106,9 @@ def measure(chosen: argparse.Namespace) -> dict[str, Any]:
     return {
         **what, "device": torch.cuda.get_device_name() if device == "cuda" else platform.machine(),
         "train": train, "clock": chosen.clock, "torch": torch.__version__, "triton": triton.__version__,
-        "caches": "warm" if warm else "cold", "whole_s": round(whole, 2),
+        "date": datetime.now(UTC).date().isoformat(), "caches": "warm" if warm else "cold", "whole_s": round(whole, 2),
         "import_s": round(imported, 2), "fusecomp_s": round(own.seconds, 2), "inductor_s": round(inductor.seconds, 2),
-        "share_of_inductor": round(own.seconds / inductor.seconds, 4),
+        "share_of_inductor": round(own.seconds / inductor.seconds, 4) if inductor.seconds else None,
         "share_of_the_rest": round(own.seconds / (whole - own.seconds), 4),
         **fusecomp.counters(), "kernels": len(operator.KERNELS),
     }  # fmt: skip

@@ -1,4 +1,5 @@
-"""Attention of one short sequence, where the host takes longer than the kernels: eager, Inductor and fusecomp in turn.
+"""Attention of one short sequence, where the host takes longer than the kernels: eager, Inductor, fusecomp, and
+scaled_dot_product_attention called as it is where that says the same, in turn.
 
     python examples/bench/small.py [OUT.json] [--names causal,ALiBi] [--lengths 128,512]
 
@@ -55,6 +56,9 @@ def measure(case: Case) -> dict[str, Any]:
     x, fn = draw(case, torch.device("cuda")), case.variant.fn
     calls = {"eager": fn, **{b: torch.compile(fn, backend=b, dynamic=False) for b in ("inductor", "fusecomp")}}
     steps = {name: run(case, x, partial(call, *x.all)) for name, call in calls.items()}
+    if case.variant.sdpa and (given := case.variant.sdpa(case.shape, *x.extra)) is not None:
+        attend = partial(torch.nn.functional.scaled_dot_product_attention, x.q, x.k, x.v, **given)
+        steps["sdpa"] = run(case, x, attend)
     truth = exact(case, x)
     with torch.set_grad_enabled(case.learns):
         for name, step in steps.items():
