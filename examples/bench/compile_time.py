@@ -6,9 +6,9 @@
 
 One JSON row: seconds of the whole first call, of fusecomp's own (its import, which PyTorch's own is not counted with;
 reading the graph, planning, generating, compiling and verifying kernels), of Inductor's (none where nothing is left for
-it), and fusecomp's share of Inductor's; attentions found and fused, kernels generated. With `--caches DIR` fusecomp's and Triton's are kept there: a
-second run is what a second process takes.
-`--clock cpu` counts the processor time of this process instead, for machines that others use too.
+it), and fusecomp's share of Inductor's; attentions found and fused, kernels generated. With `--caches DIR` fusecomp's
+and Triton's are kept there: a second run is what a second process takes. `--clock cpu` counts the processor time of
+this process instead, for machines that others use too.
 """
 
 from __future__ import annotations
