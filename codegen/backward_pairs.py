@@ -15,11 +15,11 @@ from fusecomp.codegen.address import Address, address, at_tile, sum_text
 from fusecomp.codegen.backward_exact import sized, values_of
 from fusecomp.codegen.backward_frame import GradientFrame, Leaf
 from fusecomp.codegen.backward_keys import axis_size, outer
-from fusecomp.codegen.backward_queries import score_gradient
-from fusecomp.codegen.backward_tile import leaf_gradient, log_sums, rounded, scaled_by, seldom
+from fusecomp.codegen.backward_queries import output_tiles, score_gradient
+from fusecomp.codegen.backward_tile import leaf_gradient, log_sums, rounded, row_values, scaled_by, seldom
 from fusecomp.codegen.memory import element_loads, row_base
 from fusecomp.codegen.printer import triton_text
-from fusecomp.codegen.program import key_range
+from fusecomp.codegen.program import columns, key_range
 from fusecomp.codegen.tile import indented, places
 from fusecomp.ir.algebra import apply
 from fusecomp.ir.expr import Const, Expr, Load, Var, parts, variables
@@ -71,6 +71,21 @@ def program(frame: GradientFrame, leaf: Leaf) -> Lines:
         *lines,
         f"split = {left}",
     ]
+
+
+def keys_of_tile(frame: GradientFrame) -> Lines:
+    """The places in a tile. Those past the end of the keys repeat the last one, so that nothing tests them inside."""
+    lines, size = columns(frame), triton_text(frame.kv_idx.size, frame.names)
+    at = lines.index("n = tl.arange(0, BLOCK_N)")
+    repeated = f"n = column if WHOLE else tl.minimum(column, {size} - 1 - k_first)"
+    return [*lines[:at], "column = tl.arange(0, BLOCK_N)", repeated, *lines[at + 1 :]]
+
+
+def row_statistics(frame: GradientFrame) -> Lines:
+    """dO, lse and delta of the queries, the last two as vectors: a thread then reads a number once."""
+    size = triton_text(frame.q_idx.size, frame.names)
+    rows = f"rows = outer * {size} + q_start + tl.minimum(tl.arange(0, BLOCK_M), {size} - 1 - q_start)"
+    return [*output_tiles(frame, "grad_out", "do", cast=True), rows, *row_values(frame, "rows", "")]
 
 
 def members(frame: GradientFrame, leaf: Leaf) -> str:
@@ -150,11 +165,12 @@ def hidden(frame: GradientFrame) -> Lines:
 
 def tile(frame: GradientFrame, leaf: Leaf) -> Lines:
     """sum += g."""
-    return _tile(frame, leaf, list(frame.reach.tested))
+    return _tile(frame, leaf, list(frame.region.keep))
 
 
 def _tile(frame: GradientFrame, leaf: Leaf, tests: list[Expr]) -> Lines:
-    body = [*score_gradient(frame, tests, edge=True), f"{leaf.name}_sum += {leaf_gradient(frame, leaf)}"]
+    body = score_gradient(frame, tests, edge=False, rows="[:, None]")
+    body.append(f"{leaf.name}_sum += {leaf_gradient(frame, leaf)}")
     return [*places(frame, "\n".join(body)), *body]
 
 
@@ -176,11 +192,13 @@ def rescue(frame: GradientFrame, leaf: Leaf) -> Lines:
 def store(frame: GradientFrame, leaf: Leaf) -> Lines:
     """dx, or this program's part of it, which lies in [split, kept axes, M, N]."""
     m, n = (triton_text(v.size, frame.names) for v in (frame.q_idx, frame.kv_idx))
-    live = f"(row < {m} - q_start) & (n[None, :] < {n} - k_first)"
+    inside = f"row < {m} - q_start"
+    stored = f"stored = {inside} if WHOLE else ({inside}) & (column[None, :] < {n} - k_first)"
     value = scaled_by(f"{leaf.name}_sum", leaf.factor)
     if not direct(frame, leaf):
-        at = f"(unit * {m} + q_start + q_row) * {n} + k_first + n[None, :]"
-        return [f"tl.store({leaf.name}_sums_ptr + {at}, {value}, mask={live})"]
+        width = f"width = k_tiles * BLOCK_N if WHOLE else {n}  # then the compiler sees that rows are aligned"
+        at = f"(unit * {m} + q_start + q_row) * width + k_first + n[None, :]"
+        return [width, stored, f"tl.store({leaf.name}_sums_ptr + {at}, {value}, mask=stored)"]
     name = f"grad_{leaf.load.tensor}"
     found = address(name, leaf.load.index, frame.moving, frozenset({frame.q_idx.name, frame.kv_idx.name}))
     starts: dict[Expr, Expr] = {frame.kv_idx: Var("k_first", frame.kv_idx.size)}
@@ -188,4 +206,4 @@ def store(frame: GradientFrame, leaf: Leaf) -> Lines:
     inside = frame.names.having({frame.q_idx: "q_row", frame.kv_idx: "n[None, :]"})
     value = rounded(f"({value})" if " " in value else value, leaf.load.dtype)
     pointer = " + ".join([f"{name}_ptr", *base, sum_text(found.offsets, inside, wide=False)])
-    return [f"tl.store({pointer}, {value}, mask={live})"]
+    return [stored, f"tl.store({pointer}, {value}, mask=stored)"]

@@ -175,8 +175,8 @@ def _tile(frame: GradientFrame, tests: list[Expr], edge: bool) -> Lines:
     return [*places(frame, "\n".join(body)), *body]
 
 
-def score_gradient(frame: GradientFrame, tests: list[Expr], edge: bool) -> Lines:
-    """dscore_t of a tile, [BLOCK_M, BLOCK_N]."""
+def score_gradient(frame: GradientFrame, tests: list[Expr], edge: bool, rows: str = "") -> Lines:
+    """dscore_t of a tile, [BLOCK_M, BLOCK_N]. `rows`: how lse and delta meet it, where they are vectors."""
     live = Var("live", frame.kv_idx.size)
     return [
         *key_loads(frame, edge),
@@ -186,12 +186,12 @@ def score_gradient(frame: GradientFrame, tests: list[Expr], edge: bool) -> Lines
         *kept(frame, read_by_tile(frame, tests)),
         *scores(frame),
         *mask(frame, [*([live] if edge else []), *tests], {live: "live[None, :]"}),
-        *probabilities(frame, ""),
+        *probabilities(frame, rows),
         "",
         *value_loads(frame, edge),
         *value_products(frame, "{0}", "tl.trans({1})", "[BLOCK_M, BLOCK_N]"),
         *weights(frame),
-        *score_gradients(frame, ""),
+        *score_gradients(frame, rows),
     ]
 
 

@@ -261,6 +261,7 @@ def load0_gradient(
     grad_out_stride_0, grad_out_stride_1, grad_out_stride_2, q_stride_0, q_stride_1, q_stride_2,
     k_stride_0, k_stride_1, k_stride_2, v_stride_0, v_stride_1, v_stride_2, load0_stride_0,
     load0_stride_1, B, M, N, splits, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    WHOLE: tl.constexpr,
 ):
     program = tl.program_id(0)
     q_tiles = tl.cdiv(M, BLOCK_M)
@@ -275,12 +276,12 @@ def load0_gradient(
     q_row = tl.minimum(row, M - 1 - q_start)
     d = tl.arange(0, 64)
     dv = tl.arange(0, 64)
-    n = tl.arange(0, BLOCK_N)
+    column = tl.arange(0, BLOCK_N)
+    n = column if WHOLE else tl.minimum(column, N - 1 - k_first)
 
     load0_sum = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
 
     k_start = k_first
-    k_end = N
     for member in range(split, B, splits):
         b = tl.cast(member, tl.int64)
         outer = b
@@ -289,7 +290,7 @@ def load0_gradient(
         q_tile = tl.load(q_base + d[None, :] * q_stride_2 + q_row * q_stride_1)  # [BLOCK_M, 64]
         do_base = grad_out_ptr + b * grad_out_stride_0 + q_start * tl.cast(grad_out_stride_1, tl.int64)
         do_tile = tl.load(do_base + dv[None, :] * grad_out_stride_2 + q_row * grad_out_stride_1)  # [BLOCK_M, 64]
-        rows = outer * M + q_start + q_row  # [BLOCK_M, 1], in lse and delta
+        rows = outer * M + q_start + tl.minimum(tl.arange(0, BLOCK_M), M - 1 - q_start)
         lse = tl.load(lse_ptr + 2 * rows)
         log_sum = tl.load(lse_ptr + 2 * rows + 1) * LOG2E
         lse = tl.where(lse == float("-inf"), float("inf"), lse)  # a row that saw no key takes no part
@@ -302,29 +303,24 @@ def load0_gradient(
         load0_tile_offsets = n[None, :] * load0_stride_1 + q_row * load0_stride_0
 
         key = tl.cast(k_start, tl.int64)
-        kv = k_start + n
-        live = kv < k_end
-        k_tile = tl.load(k_base + key * k_stride_1 + k_offsets, mask=live[None, :], other=0.0)  # [64, BLOCK_N]
+        k_tile = tl.load(k_base + key * k_stride_1 + k_offsets)  # [64, BLOCK_N]
         score = tl.dot(q_tile, k_tile)  # [BLOCK_M, BLOCK_N]
 
-        load0_tile = tl.load(
-            load0_tile_base + key * load0_stride_1 + load0_tile_offsets,
-            mask=live[None, :],
-            other=0,
-        ).to(tl.float32)
+        load0_tile = tl.load(load0_tile_base + key * load0_stride_1 + load0_tile_offsets).to(tl.float32)
         logit = score * 0.125 + load0_tile
-        logit = tl.where(live[None, :], logit, float("-inf"))
-        p = tl.exp2((logit - lse) * LOG2E - log_sum)
+        p = tl.exp2((logit - lse[:, None]) * LOG2E - log_sum[:, None])
 
-        v_tile = tl.load(v_base + key * v_stride_1 + v_offsets, mask=live[:, None], other=0.0)  # [BLOCK_N, 64]
+        v_tile = tl.load(v_base + key * v_stride_1 + v_offsets)  # [BLOCK_N, 64]
         d_p = tl.dot(do_tile, tl.trans(v_tile))  # [BLOCK_M, BLOCK_N]
-        d_logit = p * (d_p - delta)
+        d_logit = p * (d_p - delta[:, None])
         load0_sum += d_logit
 
+    width = k_tiles * BLOCK_N if WHOLE else N  # then the compiler sees that rows are aligned
+    stored = row < M - q_start if WHOLE else (row < M - q_start) & (column[None, :] < N - k_first)
     tl.store(
-        load0_sums_ptr + (unit * M + q_start + q_row) * N + k_first + n[None, :],
+        load0_sums_ptr + (unit * M + q_start + q_row) * width + k_first + n[None, :],
         load0_sum,
-        mask=(row < M - q_start) & (n[None, :] < N - k_first),
+        mask=stored,
     )
 
 
@@ -373,7 +369,7 @@ def launch(grads, out, grad_out, lse, tensors, sizes):
         load0_gradient[(splits * -(-M // 64) * -(-N // 64),)](
             grad_out, q, k, v, load0, lse, delta, load0_sums, *grad_out.stride(), *q.stride(),
             *k.stride(), *v.stride(), *load0.stride(), B, M, N, splits, BLOCK_M=64, BLOCK_N=64,
-            num_warps=8, num_stages=1,
+            WHOLE=N % 64 == 0, num_warps=8, num_stages=1,
         )
         if load0_sums is not grad_load0:
             grad_load0.copy_(load0_sums.sum((0,)).reshape(load0.shape))
