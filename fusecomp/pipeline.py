@@ -174,7 +174,7 @@ def refused(match: Match, sizes: Mapping[str, int], options: Options) -> str:
         return f"there is no kernel for {what}"
     if any(getattr(torch, match.region.operand(name).dtype).itemsize == 1 for name in match.learned):
         return "it is trained through operands of 8 bits, whose gradients PyTorch rounds to as many"
-    return LOST if loses_gradient(match) else ""
+    return ""
 
 
 def foreign(match: Match) -> str | None:
@@ -202,14 +202,6 @@ def handed_over(match: Match, sizes: Mapping[str, int], options: Options, base: 
     library.substitute(match)
     kernel = "aten.scaled_dot_product_attention"
     return replace(base, status="fused", kernel=kernel, lowering="library", verdict=str(verdict or "not verified"))
-
-
-LOST = "it is trained in half precision, where a row that sees no key has another gradient than its value says"
-
-
-def loses_gradient(match: Match) -> bool:
-    """Whether eager's gradient may not be the region's: a score lost in a fill that is added still receives one."""
-    return match.absorbs and match.region.filled_score is not None and bool(match.learned)
 
 
 TRAINING = "it is trained, and recomputing its gradient block by block is slower than eager's"

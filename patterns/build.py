@@ -42,8 +42,6 @@ class Match:
     """Every node whose value the region was read from, without inputs: what to run to get O from the inputs."""
     anchor: Node
     """The softmax or exponential that the candidate was found by."""
-    absorbs: bool = False
-    """Whether scores lost in a fill receive a gradient that the region's value says nothing of."""
     sums: tuple[LogSum, ...] = ()
     """Nodes that hold the log-sum-exp of the scores, and that something outside reads."""
     reader: Node | None = None
@@ -223,7 +221,7 @@ def bind(
     out_shape = tuple(sizes.axis(found, a) for a in found.out_axes)
     nodes = tuple(lift.reads[name].node for name in names)
     path = frozenset({*lift.visited, *interior, found.output} - set(nodes))
-    return Match(region, found.output, nodes, known, out_shape, interior, path, anchor, lift.absorbs)
+    return Match(region, found.output, nodes, known, out_shape, interior, path, anchor)
 
 
 def region_of(

@@ -101,8 +101,6 @@ class Lift:
     """Nodes that are leaves whatever they compute."""
     reductions: dict[Expr, Node] = field(default_factory=dict)
     """The nodes that sums and maxima were lifted from."""
-    absorbs: bool = False
-    """Whether a score is lost in a fill that is added to it in half precision, and learns all the same."""
     rules: dict[str, Rule] = field(default_factory=lambda: RULES)
     bound: int = 0
     limit: int = 1 << 60

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 
 from fusecomp.ir import data
 from fusecomp.ir.algebra import COMPARE, FALSE, TRUE, ZERO, apply, const, substitute
-from fusecomp.ir.expr import Apply, Const, Expr, Var, kind, parts, transform, variables
+from fusecomp.ir.expr import Apply, Cast, Const, Expr, Var, kind, parts, transform, variables
 from fusecomp.ir.poly import from_poly, poly
 from fusecomp.ir.region import AttentionRegion
 
@@ -41,6 +41,10 @@ def split(e: Expr) -> Masked:
             return masked(split(s), c, f)
         case Apply("where", (c, Const(float() as f), s)) if f <= NEGLIGIBLE and not isinstance(s, Const):
             return masked(split(s), apply("not", c), f)
+        case Apply("where", (c, s, Cast() as sunk)) if (lost := swallowed(sunk)) is not None and lost[0] == s:
+            return masked(split(s), c, lost[1])
+        case Apply("where", (c, Cast() as sunk, s)) if (lost := swallowed(sunk)) is not None and lost[0] == s:
+            return masked(split(s), apply("not", c), lost[1])
         case Apply("add", (s, Apply("where", (c, Const(0 | 0.0), Const(float() as f))))) if f <= ABSORBING:
             return masked(split(s), c, f)
         case Apply("add", (s, Apply("where", (c, Const(float() as f), Const(0 | 0.0))))) if f <= ABSORBING:
@@ -57,6 +61,16 @@ def split(e: Expr) -> Masked:
         case Apply("max", (s, Const(float() as f))) if f <= ABSORBING and (inner := split(s)).keep:
             return replace(inner, fill=max(inner.fill, f))
     return Masked(e)
+
+
+def swallowed(e: Expr) -> tuple[Expr, float] | None:
+    """(s, F) of round(s + F), and (s + b, F) of round(round(s + F) + b), for F that s is lost in."""
+    match e:
+        case Cast(Apply("add", (s, Const(float() as f)))) if f <= ABSORBING:
+            return s, f
+        case Cast(Apply("add", (Cast() as inner, b))) if (found := swallowed(inner)) is not None:
+            return apply("add", found[0], b), found[1]
+    return None
 
 
 def without_scores(found: Masked, whole: Expr, products: Container[Expr]) -> Masked:

@@ -72,25 +72,34 @@ def wrapped(e: Expr, to: str) -> Expr:
 
 
 def absorbed(lift: Lift, a: Expr, b: Expr, to: str) -> Expr | None:
-    """x + (c ? 0 : F) = c ? x : F in half precision for very negative F: what a row without a live key holds.
+    """x + (c ? 0 : F) = c ? x : F in half precision for very negative F: what a row without a live key holds. The fill
+    is written round(x + F), for x has the gradient of a sum.
 
-    What may be that negative only at run time is asked: m <= F ? m : x + m. Autograd, which knows nothing of this,
-    passes a gradient on to x: `lift.absorbs` says so.
+    What may be that negative only at run time is asked: m <= F ? round(x + m) : x + m. What is added to it is lost too.
     """
     if to not in HALF:
         return None
     for x, m in ((a, b), (b, a)):
         match m:
             case Apply("where", (c, Const(0 | 0.0), Const(float() as f))) if LOST_ANYWHERE < f <= LOST_IN:
-                lift.absorbs |= lift.holds_score(x)
-                return apply("where", c, x, const(f))
+                return apply("where", c, x, lost(x, const(f), to))
             case Apply("where", (c, Const(float() as f), Const(0 | 0.0))) if LOST_ANYWHERE < f <= LOST_IN:
-                lift.absorbs |= lift.holds_score(x)
-                return apply("where", c, const(f), x)
+                return apply("where", c, lost(x, const(f), to), x)
+    for x, m in ((a, b), (b, a)):
+        match x:
+            case Apply("where", (c, y, Cast(Apply("add"), d) as fill)) if d == to:
+                return apply("where", c, apply("add", y, m), lost(fill, m, to))
+            case Apply("where", (c, Cast(Apply("add"), d) as fill, y)) if d == to:
+                return apply("where", c, lost(fill, m, to), apply("add", y, m))
     for x, m in ((a, b), (b, a)):
         if to == "float16" and lift.holds_score(x) and not lift.holds_score(m) and may_absorb(m):
-            return apply("where", apply("le", m, const(LOST_IN)), m, apply("add", x, m))
+            return apply("where", apply("le", m, const(LOST_IN)), lost(x, m, to), apply("add", x, m))
     return None
+
+
+def lost(x: Expr, m: Expr, to: str) -> Expr:
+    """round(x + m)"""
+    return Cast(apply("add", x, m), to) if not isinstance(x, Const) else cast(apply("add", x, m), to)
 
 
 def may_absorb(m: Expr) -> bool:

@@ -35,7 +35,7 @@ from fusecomp.codegen.compiled import cross_compile
 from fusecomp.codegen.emit import emit
 from fusecomp.codegen.logsumexp import saved
 from fusecomp.ir.algebra import apply
-from fusecomp.ir.expr import Const, Expr
+from fusecomp.ir.expr import Cast, Const, Expr
 from fusecomp.ir.reference import evaluate
 from fusecomp.ir.region import AttentionRegion
 from fusecomp.planning.backward import backward_plan
@@ -129,6 +129,13 @@ def test_a_fill_that_is_added_passes_gradients_on(interpreter: Interpreter) -> N
     filled = apply("add", scaled_score, apply("where", seen, Const(0.0), Const(MIN)))
     region = replace(behind(MIN), filled_score=filled)
     agree(interpreter, region, [*qkv(16), LENGTHS], SIZES)
+
+
+def test_a_fill_that_swallows_scores_in_half_precision(interpreter: Interpreter) -> None:
+    """The kernel rounds as the sum is rounded: weights are equal, and their gradients reach the scores."""
+    lost = Cast(apply("add", scaled_score, Const(-65504.0)), "float16")
+    region = replace(behind(-65504.0, dtype="float16"), filled_score=apply("where", seen, scaled_score, lost))
+    agree(interpreter, region, [*qkv(16, dtype="float16"), LENGTHS], SIZES)
 
 
 def test_a_bias_behind_a_fill(interpreter: Interpreter) -> None:

@@ -124,8 +124,6 @@ PAGES_KNOWN = ("pages_kept_apart", "pages_kept_apart_in_the_scores", "exponentia
                "halves_of_the_table", "chunk_by_chunk", "chunk_by_chunk_masked", "chunks_interleaved",
                "pieces_of_two_scales")  # fmt: skip
 """Fused where the length of a page, or of another axis, is a number: the place in it is a remainder by it."""
-LOST = ("one_minus_mask_times_min", "bias_behind_the_mask")
-"""Programs that half-precision training leaves to eager: a fill is added to scores, which are lost in it."""
 
 
 @pytest.mark.slow
@@ -138,7 +136,7 @@ def test_case_is_right_in_every_setting(case: Any, setting: tuple[str, ...]) -> 
             result = score.score(case, score_name(case, which), options(*setting, "--sizes", "1"))
         assert result.verdict == "right", result.detail
         if case.expect == "fuse":
-            left = case.name in LOST or "left to eager" in case.note
+            left = "left to eager" in case.note
             unknown = case.name in PAGES_KNOWN and "--dynamic" in setting
             assert result.fused or unknown or (left and "--train" in setting and result.declined)
 

@@ -276,3 +276,8 @@ def draws(e: Expr) -> list[Apply]:
 def depends_on_score(e: Expr) -> bool:
     """Whether `e` holds an element of Q K^T."""
     return any(type(x).__name__ == "Score" for x in parts(e))
+
+
+def swallows(e: Cast) -> bool:
+    """Whether the rounding is of a sum, where a fill in half precision swallows a score: all others only blur it."""
+    return isinstance(e.x, Apply) and e.x.op == "add"

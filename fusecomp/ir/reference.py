@@ -20,7 +20,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from fusecomp.ir.algebra import depends_on_score
+from fusecomp.ir.algebra import depends_on_score, swallows
 from fusecomp.ir.expr import Apply, Cast, Const, Expr, Load, Score, Size, Var, dtype_kind, variables
 from fusecomp.ir.region import Access, AttentionRegion, Product
 
@@ -98,7 +98,7 @@ def _value(e: Expr, env: Env, walk: Callable[[Expr], Tensor]) -> Tensor:
         case Load(tensor, index, _):
             return _working(read(env.tensors[tensor], index, env, walk), env)
         case Cast(x, dtype):
-            return _cast(walk(x), dtype, env.rounded or not depends_on_score(x), env)
+            return _cast(walk(x), dtype, env.rounded or not depends_on_score(x) or swallows(e), env)
         case Apply(op, operands):
             f = (CLAMPS.get(op) if isinstance(operands[-1], Const) else None) or e.primitive.evaluate
             return f(*_promoted(op, e.primitive.kind, [walk(x) for x in operands], env))

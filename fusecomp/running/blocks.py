@@ -16,7 +16,7 @@ from itertools import product
 import torch
 from torch import Tensor
 
-from fusecomp.ir.algebra import depends_on_score, substitute
+from fusecomp.ir.algebra import depends_on_score, substitute, swallows
 from fusecomp.ir.expr import Apply, Cast, Const, Expr, Score, dtype_kind, parts, transform, variables
 from fusecomp.ir.logsumexp import log_sum, log_sums
 from fusecomp.ir.primitives import PRIMITIVES
@@ -48,7 +48,7 @@ def folded(region: AttentionRegion) -> tuple[Expr, tuple[float, ...]]:
 def _unrounded(e: Expr) -> Expr | None:
     """A rounded score is the score: float32 is the finer value."""
     match e:
-        case Cast(x, dtype) if dtype_kind(dtype) == "float" and depends_on_score(x):
+        case Cast(x, dtype) if dtype_kind(dtype) == "float" and depends_on_score(x) and not swallows(e):
             return transform(x, _unrounded)
     return None
 

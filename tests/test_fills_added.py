@@ -1,0 +1,77 @@
+"""Fills that are added in half precision: a score is lost in one, and autograd knows nothing of that."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from test_codegen import normal
+from torch import Tensor
+
+import fusecomp
+from fusecomp.ir.algebra import apply
+from fusecomp.ir.expr import Cast, Const, Load, Score, Size, Var
+from fusecomp.patterns.masks import split
+
+Program = Callable[..., Tensor]
+PROGRAMS: dict[str, Callable[[Tensor, Tensor, Tensor, float], Tensor]] = {
+    "added": lambda s, keep, bias, fill: s + (1.0 - keep.to(s.dtype)) * fill,
+    "a_bias_before": lambda s, keep, bias, fill: (s + bias) + torch.where(keep, 0.0, fill).to(s.dtype),
+    "a_bias_behind": lambda s, keep, bias, fill: (s + (1.0 - keep.to(s.dtype)) * fill) + bias,
+    "a_bias_in_the_mask": lambda s, keep, bias, fill: s + (bias + torch.where(keep, 0.0, fill).to(s.dtype)),
+    "a_tensor": lambda s, keep, bias, fill: s + torch.where(bias > 0.5, fill, bias),
+}
+"""Scores and their mask; of a row that sees no key, eager's weights are equal, and all its keys have gradients."""
+
+
+def inputs(dtype: torch.dtype) -> tuple[list[Tensor], Tensor, Tensor]:
+    qkv = [normal(2, 3, n, 16, dtype=dtype).requires_grad_() for n in (13, 21, 21)]
+    keep, bias = normal(2, 1, 13, 21) > -0.5, normal(3, 13, 21, dtype=dtype)
+    keep[:, :, 3], keep[0, :, 7], bias[:, 5] = False, False, 1.0
+    return qkv, keep, bias
+
+
+HALVES = [(torch.float16, -65504.0), (torch.float16, -6.2e4), (torch.bfloat16, -1e9)]
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+@pytest.mark.parametrize(("dtype", "fill"), HALVES)
+def test_rows_that_see_no_key(name: str, dtype: torch.dtype, fill: float) -> None:
+    def attention(q: Tensor, k: Tensor, v: Tensor, keep: Tensor, bias: Tensor) -> Tensor:
+        return PROGRAMS[name](q @ k.mT * 0.25, keep, bias, fill).softmax(-1) @ v
+
+    qkv, keep, bias = inputs(dtype)
+    grad = normal(2, 3, 13, 16, dtype=dtype)
+    out = attention(*qkv, keep, bias)
+    wanted = torch.autograd.grad(out, qkv, grad)
+    fusecomp.reset()
+    torch._dynamo.reset()
+    got = torch.compile(attention, backend="fusecomp", options={"inner": "eager"})(*qkv, keep, bias)
+    assert fusecomp.counters()["fused"] == 1
+    tolerance = 8 * torch.finfo(dtype).eps
+    for x, y in zip((got, *torch.autograd.grad(got, qkv, grad)), (out, *wanted), strict=True):
+        torch.testing.assert_close(x, y, rtol=tolerance, atol=tolerance)
+
+
+q_idx, kv_idx = Var("q_idx", Size("M")), Var("kv_idx", Size("N"))
+seen = apply("ge", q_idx, kv_idx)
+bias = Load("load0", (kv_idx,), "float16")
+
+
+def test_a_mask_is_read_out_of_the_rounded_sum() -> None:
+    lost = Cast(apply("add", Score(0), Const(-65504.0)), "float16")
+    found = split(apply("where", seen, Score(0), lost))
+    assert (found.score, found.keep, found.fill) == (Score(0), (seen,), -65504.0)
+    behind = Cast(apply("add", lost, bias), "float16")
+    found = split(apply("where", seen, apply("add", Score(0), bias), behind))
+    assert (found.keep, found.fill) == ((seen,), -65504.0)
+
+
+@pytest.mark.parametrize("other", [
+    Cast(apply("add", Score(1), Const(-65504.0)), "float16"),
+    Cast(apply("add", Score(0), Const(-100.0)), "float16"),
+    Cast(apply("mul", Score(0), Const(-65504.0)), "float16"),
+])  # fmt: skip
+def test_another_sum_is_no_fill(other: Cast) -> None:
+    assert not split(apply("where", seen, Score(0), other)).keep
