@@ -4,7 +4,8 @@
     D_c = D_(c-1) exp(m_(c-1) - m_c) + sum_j exp(s_cj - m_c)
 
 N and D are sums of terms, each times factors exp(a - b) of its rows. With what was subtracted from its scores, the
-exponents of a term must add up to one and the same -m. So m may be anything: no weight depends on it.
+exponents of a term must add up to one and the same -m, and m must be known to be finite. The sums of the chunks may
+also be stacked first, each with a maximum of its own.
 """
 
 from __future__ import annotations
@@ -19,19 +20,16 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 
 from fusecomp.graph.capture import inline
-from fusecomp.graph.facts import Facts, dtype, is_tensor, number, op_name, reach, shape
+from fusecomp.graph.facts import dtype, is_tensor, op_name, reach, shape
 from fusecomp.graph.rewriting import Written, movable, write
 from fusecomp.ir.algebra import const
-from fusecomp.ir.expr import Const, Load, Var, parts
+from fusecomp.ir.expr import Const
 from fusecomp.patterns.contraction import Contraction, contraction
-from fusecomp.patterns.lift import Decline, Lift, argument, axis
-from fusecomp.patterns.masks import sees_a_key, split
-from fusecomp.patterns.normalisers import LEAST
+from fusecomp.patterns.lift import argument, axis
+from fusecomp.patterns.rows import CASTS, Other, finite, known_rows, plain, row
 from fusecomp.patterns.sums import between
 
-CASTS = ("to", "_to_copy", "type_as", "float", "half", "bfloat16")
 ZEROS = ("zeros", "zeros_like", "new_zeros")
-INF = float("inf")
 
 
 @dataclass(frozen=True)
@@ -41,6 +39,7 @@ class Term:
     made: Node
     """The exponential."""
     scores: Node
+    shift: Node
     exponents: frozenset[tuple[Node, int]] = frozenset()
     """Of the rows, by how often they are added."""
     spec: Contraction | None = None
@@ -101,10 +100,6 @@ def divided(node: Node) -> tuple[Node, Node] | None:
     return None
 
 
-class Other(Exception):
-    """It is not made so."""
-
-
 def terms(node: Any, leaf: Callable[[Node], Term | None], so_far: Counter[Node] | None = None) -> Iterator[Term]:
     """The terms of a sum, with the exponents of what each is multiplied by."""
     so_far = so_far or Counter()
@@ -112,41 +107,52 @@ def terms(node: Any, leaf: Callable[[Node], Term | None], so_far: Counter[Node] 
     if name in ZEROS or (name == "mul" and 0 in node.args):
         return
     if (found := leaf(node)) is not None:
-        exponents = Counter(dict(found.exponents))
-        for n, times in so_far.items():
-            exponents[n] += times
+        exponents = added(so_far, Counter(dict(found.exponents)))
         yield replace(found, exponents=frozenset((n, c) for n, c in exponents.items() if c))
     elif (name == "add" or in_place(node, "add_")) and len(node.args) == 2 and not node.kwargs:
         for x in node.args:
             if x != 0:
                 yield from terms(x, leaf, so_far)
     elif (name == "mul" or in_place(node, "mul_")) and (parted := factor(node)):
-        exponents = Counter(so_far)
-        for n, times in parted[1].items():
-            exponents[n] += times
-        yield from terms(parted[0], leaf, exponents)
+        yield from terms(parted[0], leaf, added(so_far, parted[1]))
+    elif name == "sum" and (parted := stacked(node)):
+        for x, largest, whole in parted:
+            yield from terms(x, leaf, added(so_far, Counter({largest: 1}), Counter({whole: -1})))
     else:
         raise Other
+
+
+def added(*exponents: Counter[Node]) -> Counter[Node]:
+    total: Counter[Node] = Counter()
+    for one in exponents:
+        total.update(one)
+    return total
+
+
+def stacked(node: Node) -> list[tuple[Node, Node, Node]] | None:
+    """(x_c, m_c, m) of sum_c x_c exp(m_c - m), where x and m are stacked in front"""
+    inner = row(node.args[0])
+    if not in_front(node) or op_name(inner) != "mul" or not plain(inner):
+        return None
+    for x, f in (inner.args, inner.args[::-1]):
+        e, parts = row(f), row(x)
+        difference = row(e.args[0]) if op_name(e) == "exp" else e
+        if op_name(parts) == "stack" and op_name(difference) == "sub" and plain(difference):
+            of, whole = map(row, difference.args)
+            alike = shape(x) == shape(inner) and len(shape(f)) == len(shape(x)) and shape(e)[1:] == shape(of)[1:]  # type: ignore[arg-type]
+            if alike and op_name(of) == "stack" and len(parts.args) + len(of.args) == 2:
+                return [(a, row(b), whole) for a, b in zip(parts.args[0], of.args[0], strict=True)]  # type: ignore[arg-type]
+    return None
+
+
+def in_front(node: Node) -> bool:
+    """Whether a sum runs over the first axis, and drops it."""
+    return list(argument(node, 1, "dim") or ()) == [0] and not argument(node, 2, "keepdim", False)
 
 
 def in_place(node: Node, name: str) -> bool:
     """Whether a node writes into what nothing else reads."""
     return op_name(node) == name and len(node.args[0].users) == 1  # type: ignore[union-attr]
-
-
-def row(node: Any) -> Node:
-    """A node without casts and without an axis of length 1 behind the others."""
-    while isinstance(node, Node):
-        last = op_name(node) in ("unsqueeze", "squeeze") and len(node.args) > 1 and trailing(node)
-        if not last and op_name(node) not in CASTS:
-            return node
-        node = node.args[0]
-    raise Other
-
-
-def trailing(node: Node) -> bool:
-    rank = max(len(shape(node)), len(shape(node.args[0])))
-    return isinstance(node.args[1], int) and axis(node.args[1], rank) == rank - 1
 
 
 def factor(node: Node) -> tuple[Node, Counter[Node]] | None:
@@ -163,28 +169,6 @@ def factor(node: Node) -> tuple[Node, Counter[Node]] | None:
     return None
 
 
-def plain(node: Node) -> bool:
-    return len(node.args) == 2 and not node.kwargs and all(map(is_tensor, node.args))
-
-
-def finite(m: Node) -> Node:
-    """m of where(m == -inf, 0, m) and its like: where m is -inf, all its exponentials are 0 either way"""
-    name = op_name(m)
-    if name == "masked_fill" and tests(m.args[1], m.args[0]):
-        return m.args[0]  # type: ignore[return-value]
-    if name == "where" and len(m.args) == 3 and tests(m.args[0], m.args[2]):
-        return m.args[2]  # type: ignore[return-value]
-    return m
-
-
-def tests(c: Any, m: Any) -> bool:
-    """Whether `c` says that m is -inf."""
-    if not isinstance(c, Node):
-        return False
-    equal = op_name(c) == "eq" and len(c.args) > 1 and c.args[1] == -INF
-    return (equal or op_name(c) in ("isinf", "isneginf")) and c.args[0] is m
-
-
 def exponential(node: Node) -> Term | None:
     """exp(s - m) for an m without an axis of keys"""
     while op_name(node) in CASTS:
@@ -194,7 +178,8 @@ def exponential(node: Node) -> Term | None:
         return None
     s, m = shifted.args
     aligned = (*shape(s)[:-1], const(1)) == shape(m)  # type: ignore[arg-type]
-    return Term(node, s, frozenset({(finite(row(m)), -1)})) if aligned else None  # type: ignore[arg-type]
+    shift = finite(row(m))
+    return Term(node, s, shift, frozenset({(shift, -1)})) if aligned else None  # type: ignore[arg-type]
 
 
 def product(node: Node) -> Term | None:
@@ -202,6 +187,10 @@ def product(node: Node) -> Term | None:
     spec = contraction(node)
     if spec is None or spec.added is not None or spec.scale != Const(1.0):
         return None
+    return weighed(spec) or weighed(spec.swapped())
+
+
+def weighed(spec: Contraction) -> Term | None:
     found, other = exponential(spec.left), spec.out_axes[-1:]
     own = other in spec.right_axes and other not in spec.left_axes and "." not in spec.right_axes
     whole = spec.out_axes == spec.left_axes[:-1] + other and spec.contracted == spec.left_axes[-1]
@@ -222,39 +211,6 @@ def one_equation(found: list[Term]) -> bool:
     specs = [t.spec for t in found if t.spec is not None]
     kinds = {(s.left_axes, s.right_axes, s.out_axes, dtype(s.left), dtype(s.right)) for s in specs}
     return len(kinds) == 1 and len({dtype(t.made) for t in found}) == 1
-
-
-def known_rows(module: GraphModule, found: list[Term]) -> bool:
-    """Whether m is finite in every row: it begins at a number below all scores, or the first chunk has a key."""
-    above = [x for n, _ in found[0].exponents for x in reach([n], maxima)]
-    begins = [number(argument(x, FILL[op_name(x)], "fill_value")) for x in above if op_name(x) in FILL]
-    if any(not isinstance(b, Const) or b.value > LEAST for b in begins):
-        return False
-    finite = bool(begins) and all(isinstance(b, Const) and b.value > -INF for b in begins)
-    facts = Facts(module.graph)
-    return finite or sees_keys(Lift(facts), min(found, key=lambda t: facts.position[t.made]))
-
-
-FILL = {"full": 1, "full_like": 1, "new_full": 2}
-"""Where a call has the number that it fills with."""
-
-
-def maxima(node: Node) -> list[Node]:
-    return node.all_input_nodes if op_name(node) in ("maximum", "max", "unsqueeze", "squeeze", *CASTS) else []
-
-
-def sees_keys(lift: Lift, first: Term) -> bool:
-    """Whether every query provably sees a key of these scores."""
-    lengths = shape(first.scores)
-    index = tuple(Var(f"i{n}", size) for n, size in enumerate(lengths))
-    index = (*index[:-2], Var("q_idx", lengths[-2]), Var("kv_idx", lengths[-1]))
-    try:
-        masked = split(lift.lift(first.scores, index))
-    except Decline:
-        return False
-    read = {x.tensor for x in parts(masked.score) if isinstance(x, Load)}
-    seen = masked.fill != -INF or sees_a_key(masked.keep, index[-2], index[-1])
-    return read <= set(lift.products) and seen
 
 
 def together(node: Node, found: list[Term]) -> Callable[..., Tensor]:
