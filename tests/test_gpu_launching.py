@@ -13,6 +13,9 @@ from torch import Tensor
 
 import fusecomp
 from fusecomp.codegen import hopper_choice
+from fusecomp.planning import visits
+from fusecomp.running import replay
+from fusecomp.running.replay import recorded
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 Attend = Callable[..., Tensor]
@@ -127,3 +130,34 @@ def test_a_step_that_cuda_graphs_hold() -> None:
                 wanted = torch.autograd.grad(causal(*exact), exact, up.double())
             for mine, best in zip(found, wanted, strict=True):
                 assert (mine.double() - best).abs().max() <= 2 * TOLERANCE * best.abs().max()
+
+
+def packed(q: Tensor, k: Tensor, v: Tensor, ids: Tensor) -> Tensor:
+    s = q @ k.mT * q.shape[-1] ** -0.5
+    return s.masked_fill(ids[:, None, :, None] != ids[:, None, None, :], float("-inf")).softmax(-1) @ v
+
+
+@pytest.mark.parametrize("most", [float("inf"), 0.0], ids=["as much as possible", "portable"])
+def test_documents_that_change_in_place(most: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their table is made at every call, also in a CUDA graph, by launches that are recorded once."""
+    monkeypatch.setattr(hopper_choice, "AT_MOST", most)
+    monkeypatch.setattr(visits, "SHARE", float("inf"))
+    torch._dynamo.reset()
+    fusecomp.reset()
+    fast = torch.compile(packed, backend="fusecomp", dynamic=False, options={"inner": "aot_eager", "strict": True})
+    args, ids, graph = draw(), torch.zeros(2, 768, dtype=torch.int64, device="cuda"), torch.cuda.CUDAGraph()
+    seen: list[str] = []
+    monkeypatch.setattr(replay, "recorded", lambda *x: seen.append("") or recorded(*x))
+    with torch.no_grad():
+        for _ in range(3):
+            got = fast(*args, ids)
+        assert len(seen) <= 4  # of the table and of the attention, with what they were first given
+        with torch.cuda.graph(graph):
+            got = fast(*args, ids)
+        for length in (1, 50, 200, 768):
+            ids.copy_(torch.arange(768, device="cuda") // length)
+            ids[1] = ids[1].flip(0)
+            exact = packed(*(x.double() for x in args), ids)
+            graph.replay()
+            for found in (got, fast(*args, ids)):
+                assert (found.double() - exact).abs().max() <= TOLERANCE * exact.abs().max()
