@@ -72,6 +72,12 @@ def paged(dtype: str = "bfloat16", page: int = 16, group: int = 4, d: int = 128)
     )  # fmt: skip
 
 
+def _documents() -> AttentionRegion:
+    """Causal, within documents that share a row, known by their numbers."""
+    same = apply("eq", load(0, b, q_idx, dtype="int64"), load(0, b, kv_idx, dtype="int64"))
+    return _attention(times(score, 0.125), causal, same, loads=[((B, M), "int64")])
+
+
 def _data() -> AttentionRegion:
     """A boolean mask of each sequence, which its heads share."""
     return _attention(times(score, 0.125), load(0, b, 0, q_idx, kv_idx, dtype="bool"), loads=[((B, 1, M, N), "bool")])
@@ -101,6 +107,7 @@ GOLDEN: dict[str, tuple[AttentionRegion, TilePlan]] = {
         r := _data(),
         replace(tiles(r, 64, 64), loads="descriptor", visits="table"),
     ),
+    "documents": (r := _documents(), replace(tiles(r, 64, 64), visits="ranges")),
     "dropout": (r := dropout(_attention(times(score, 0.125), causal), 0.1), tiles(r, 64, 64)),
     "paged_decode": (r := paged(), tiles(r, 16, 64, "decode", pack=4)),
 }
