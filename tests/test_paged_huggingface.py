@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -231,3 +233,10 @@ def test_what_it_cannot_hold_is_told() -> None:
     config = hf.LlamaConfig(**SIZES, layer_types=["full_attention", "linear_attention"])
     with pytest.raises(OptionError, match="layers of the kind linear_attention keep no pages"):
         PagedCache(config, num_blocks=4, max_len=32)
+
+
+def test_without_transformers_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "transformers.cache_utils", None)
+    monkeypatch.delitem(sys.modules, "fusecomp.paged.huggingface")
+    with pytest.raises(ImportError, match=r"pip install 'transformers>=5\.24'"):
+        importlib.import_module("fusecomp.paged.huggingface")

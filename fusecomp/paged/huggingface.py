@@ -17,7 +17,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import Cache, CacheLayerMixin, DummyLayer, get_layer_types_and_kwargs
+
+try:
+    from transformers.cache_utils import Cache, CacheLayerMixin, DummyLayer, get_layer_types_and_kwargs
+except ImportError as error:
+    raise ImportError("PagedCache needs transformers 5.24 or later: pip install 'transformers>=5.24'") from error
 
 from fusecomp.errors import OptionError, OutOfBlocks
 from fusecomp.paged import attention
