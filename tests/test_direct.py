@@ -208,6 +208,14 @@ def test_gradients_again_and_of_some() -> None:
 
 
 @pytest.mark.usefixtures("how_it_learns")
+def test_the_gradient_of_a_sum_is_one_number() -> None:
+    args = qkv(learn=True)
+    got, wanted = (torch.autograd.grad(run(*args).sum(), args) for run in (fast(attend), attend))
+    for g, w in zip(got, wanted, strict=True):
+        compare(g, w, 1e-4)
+
+
+@pytest.mark.usefixtures("how_it_learns")
 def test_a_second_order_is_an_error() -> None:
     args = qkv(learn=True)
     loss = fast(attend)(*args).square().sum()

@@ -214,11 +214,18 @@ def learning(call: str, wanted: tuple[int, ...]) -> tuple[Any, ...]:
 
     def backward(grads: tuple[Tensor | None, Tensor | None], saved: Sequence[Tensor]) -> Any:
         out, lse, *tensors = saved
+        grads = (dense(grads[0]), grads[1])
         traced = type(out) is not Tensor or torch.compiler.is_compiling()  # as by compiled autograd
         call = torch.ops.fusecomp.attention_gradients_fixed if traced else differentiate_fixed
         return call(*grads, out, lse, tensors, again)
 
     return partial(attend_with_lse_fixed, call=call), backward, True, wanted
+
+
+def dense(grad: Tensor | None) -> Tensor | None:
+    """A gradient with memory for each number, as AOTAutograd hands it on: that of a sum is one number. What kernels
+    would have to copy is not replayed."""
+    return grad.contiguous() if grad is not None and 0 in grad.stride() else grad
 
 
 def attend_recomputed(tensors: Sequence[Tensor], call: str) -> Tensor:
