@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from fusecomp.errors import DeviceError
-from fusecomp.planning.accelerator import Device
+from fusecomp.planning.accelerator import Device as Device
 from fusecomp.planning.devices import ALIASES, DEVICES
 
 LARGEST = 1e18

@@ -20,7 +20,7 @@ from torch._ops import OpOverload
 from torch.fx import GraphModule, Node
 
 from fusecomp.graph.facts import copy_of, is_getitem, value
-from fusecomp.graph.repeats import static
+from fusecomp.graph.recordings import static
 from fusecomp.running.calls import attend_fixed, attend_learning, attend_recomputed, fixed
 
 CALLS = {"attention": attend_fixed, "attention_recomputed": attend_recomputed, "attention_and_lse": attend_learning}

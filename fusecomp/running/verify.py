@@ -52,9 +52,9 @@ def verify(
     if (known := kept(path)) is not None:
         return known
     with compiling(launches(match, launch, sizes, device, backward) if device.type == "cuda" else [], device):
-        compared = compare(match, launch, sizes, device, backward)
+        run = compare(match, launch, sizes, device, backward)
         differentiated = judge_gradients(match, launch, backward, sizes, device) if backward is not None else None
-    verdict = judge(compared(), match.region.out_dtype)
+    verdict = judge(run(), match.region.out_dtype)
     if verdict.passed and match.region.lse:
         verdict = judge_log_sums(match, launch, sizes, device) or verdict
     if verdict.passed and differentiated is not None:
