@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from torch.fx import GraphModule, Node
 
 from fusecomp.graph.facts import Facts, Place, is_tensor, op_name, place, reach, shape
+from fusecomp.graph.rewriting import facts_of
 from fusecomp.ir.algebra import ZERO, const
 from fusecomp.ir.expr import Apply, Expr, Var
 from fusecomp.patterns.build import Match, ReadElsewhere, build
@@ -55,7 +56,7 @@ class Recogniser:
     constants: dict[str, object] = field(init=False)
 
     def __post_init__(self) -> None:
-        self.facts = Facts(self.module.graph)
+        self.facts = facts_of(self.module)
         nodes = self.module.graph.nodes
         self.constants = {n.name: _attribute(self.module, n.target) for n in nodes if n.op == "get_attr"}
 

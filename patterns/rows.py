@@ -7,7 +7,8 @@ from typing import Any, Protocol
 
 from torch.fx import GraphModule, Node
 
-from fusecomp.graph.facts import Facts, is_tensor, number, op_name, reach, shape
+from fusecomp.graph.facts import is_tensor, number, op_name, reach, shape
+from fusecomp.graph.rewriting import facts_of
 from fusecomp.ir.expr import Const, Load, Var, parts
 from fusecomp.patterns.lift import Decline, Lift, argument, axis
 from fusecomp.patterns.masks import sees_a_key, split
@@ -72,9 +73,9 @@ def tests(c: Any, m: Any) -> bool:
 def known_rows(module: GraphModule, found: Sequence[Shifted]) -> bool:
     """Whether every shift is finite in every row: it begins at a number below all scores, or is the largest score of
     keys of which each row sees one. Less -inf, even a score of -inf is NaN."""
-    lift, position = Lift(Facts(module.graph)), {n: i for i, n in enumerate(module.graph.nodes)}
+    lift = Lift(facts_of(module))
     seen: dict[Node, bool] = {}
-    for t in sorted(found, key=lambda t: position[t.made]):
+    for t in sorted(found, key=lambda t: lift.facts.position[t.made]):
         above = reach([t.shift], maxima)
         begins = [number(argument(x, FILL[op_name(x)], "fill_value")) for x in above if op_name(x) in FILL]
         if any(not isinstance(b, Const) or b.value > LEAST for b in begins):

@@ -19,8 +19,8 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 
 from fusecomp.graph.capture import inline
-from fusecomp.graph.facts import Facts, dtype, is_tensor, op_name, value
-from fusecomp.graph.rewriting import Written, write
+from fusecomp.graph.facts import dtype, is_tensor, op_name, value
+from fusecomp.graph.rewriting import Written, facts_of, write
 from fusecomp.patterns.contraction import Contraction, contraction
 
 SOFTMAX = ("softmax", "_softmax", "_safe_softmax")
@@ -58,14 +58,14 @@ def distribute(module: GraphModule) -> Iterator[Written]:
             continue
         for weights in (spec.left, spec.right):
             terms = list(terms_of(weights, product))
-            if len(terms) > 1 and any(soft(t) for t in terms) and not written(terms, product):
+            if len(terms) > 1 and any(soft(t) for t in terms) and not written(module, terms, product):
                 yield distributed(product, weights, terms)
                 break
 
 
-def written(terms: Sequence[Term], product: Node) -> bool:
+def written(module: GraphModule, terms: Sequence[Term], product: Node) -> bool:
     """Whether something that a term is made of is written into before the product: it was read by then."""
-    facts = Facts(product.graph)
+    facts = facts_of(module)
     made_of = [n for t in terms for n in t.inputs]
     first = {n: min(facts.position[u] for u in n.users) for n in made_of}
     return any(facts.written_between(n, at, facts.position[product]) for n, at in first.items())
@@ -73,7 +73,7 @@ def written(terms: Sequence[Term], product: Node) -> bool:
 
 def terms_of(node: Any, reader: Node, so_far: Term = NOTHING) -> Iterator[Term]:
     """The terms of a sum that `reader` alone reads."""
-    if not isinstance(node, Node) or (not same(node, reader) and contraction(reader) is None):
+    if not isinstance(node, Node) or (contraction(reader) is None and not same(node, reader)):
         yield replace(so_far, weights=node)
         return
     args = node.args[:2]

@@ -14,7 +14,7 @@ from torch.fx import GraphModule, Node
 from torch.fx.node import map_arg
 
 from fusecomp.graph.facts import Facts
-from fusecomp.graph.modes import in_their_modes
+from fusecomp.graph.modes import Modes, in_their_modes
 
 INSTEAD = "fusecomp_instead"
 """In the meta of a graph: {a node that left it: what stands for it}."""
@@ -47,9 +47,30 @@ def write(call: Node, output: Node, parts: Sequence[Node] = ()) -> Written:
     return Written(output, tuple(parts) or (output,), tuple(erased(call)))
 
 
+AS_READ = "fusecomp_as_read"
+"""In the meta of a graph: what was last read of it."""
+
+
+def facts_of(module: GraphModule) -> Facts:
+    """The facts of a graph as it is now, made anew where its nodes changed."""
+    held: tuple[Facts, dict[Node, Modes]] | None = module.meta.get(AS_READ)
+    if held is None or held[0].order != list(module.graph.nodes):
+        held = module.meta[AS_READ] = Facts(module.graph), {}
+    return held[0]
+
+
+def modes_of(module: GraphModule) -> dict[Node, Modes]:
+    """The modes of every node."""
+    facts_of(module)
+    modes: dict[Node, Modes] = module.meta[AS_READ][1]
+    if not modes:
+        modes.update(in_their_modes(module.graph))
+    return modes
+
+
 def movable(module: GraphModule, nodes: Sequence[Node], read: Iterable[Node], to: Node) -> bool:
     """Whether nodes may as well be computed where `to` is: in the same modes, with what is `read` not written since."""
-    facts, modes = Facts(module.graph), dict(in_their_modes(module.graph))
+    facts, modes = facts_of(module), modes_of(module)
     first, last = min(map(facts.position.__getitem__, nodes)), facts.position[to]
     alike = all(modes[n] == modes[to] for n in nodes)
     return alike and not any(facts.written_between(x, first, last) for x in read)
@@ -80,6 +101,7 @@ def put_back(module: GraphModule, written: Sequence[Written], fused: Container[N
         else:
             gone.update(call.node for call in one.calls)
     del module.meta[INSTEAD]
+    module.meta.pop(AS_READ, None)
 
 
 def stand_for(old: Node, new: Node) -> None:
