@@ -18,6 +18,7 @@ from fusecomp.ir.algebra import ONE, ZERO, apply
 from fusecomp.ir.expr import Const, Expr, dtype_kind
 from fusecomp.ir.poly import from_poly, poly
 from fusecomp.patterns.lift import Index, Lift, argument, axis, rule
+from fusecomp.patterns.rounding import stored
 from fusecomp.patterns.scalars import real
 from fusecomp.patterns.views import replaced, within
 
@@ -33,7 +34,7 @@ def difference(lift: Lift, node: Node, index: Index) -> Expr | None:
     _, found = steps.pop()
     for end, step in reversed(steps):
         found = apply("where", apply("lt", index[dim], end), step, found)
-    return found
+    return stored(found, dtype(node))
 
 
 def _steps(lift: Lift, pieces: list[Node], index: Index, dim: int) -> Iterator[tuple[Expr, Expr]]:

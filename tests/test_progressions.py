@@ -90,3 +90,17 @@ def test_other_running_sums_are_read(name: str) -> None:
     fn, args = one_of(KEPT[name])
     region = region_of(fn, *args)
     assert region.loads
+
+
+@pytest.mark.parametrize("kind", [torch.uint8, torch.int8])
+def test_small_integers_wrap_around(kind: torch.dtype) -> None:
+    """0 - 1 is 255 in bytes."""
+
+    def fn(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        steps = (torch.arange(20, -1, -1) * 20).to(kind).diff(append=torch.zeros(1, dtype=kind))
+        return scores(q, k).masked_fill(steps > 3, -INF).softmax(-1) @ v
+
+    q, k, v = square(Draw(torch.float32, "cpu", 1))
+    wide = [x.double() for x in (q, k, v)]
+    region = region_of(fn, q, k, v)
+    torch.testing.assert_close(evaluate(region, wide, SIZES), fn(*wide), equal_nan=True)
