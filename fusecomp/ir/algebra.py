@@ -94,7 +94,12 @@ def _sign_of_quotient(e: Expr) -> Expr | None:
 
 
 def _identity(op: str, args: tuple[Expr, ...]) -> Expr | None:
-    """x + 0, x * 1, x and True, not not x ... : the rules that hold for floats too (so x * 0 is not 0)."""
+    """x + 0, x and True, c ? x : x ... : the rules that hold for floats too (so x * 0 is not 0)."""
+    return _number_itself(op, args) or _truth_itself(op, args) or _choice_itself(op, args)
+
+
+def _number_itself(op: str, args: tuple[Expr, ...]) -> Expr | None:
+    """x + 0 = x * 1 = --x = x, x / 2^n = x * 2^-n, the larger of two is known."""
     match op, args:
         case ("add", (x, Const(0 | 0.0))) | ("add", (Const(0 | 0.0), x)) | ("sub", (x, Const(0 | 0.0))):
             return x if kind(x) == kind(Apply(op, args)) else None
@@ -102,6 +107,17 @@ def _identity(op: str, args: tuple[Expr, ...]) -> Expr | None:
             return x if one is not True and kind(x) == kind(Apply(op, args)) else None
         case "div", (x, Const(float() | int() as c)) if c and math.frexp(c)[0] in (0.5, -0.5):
             return apply("mul", x, Const(1.0 / c))
+        case "neg", (Apply("neg", (x,)),):
+            return x
+        case ("max" | "min"), (x, y) if kind(x) == kind(y) == "int":
+            least, most = (x, y) if op == "max" else (y, x)
+            return x if apply("ge", least, most) == TRUE else y if apply("ge", most, least) == TRUE else None
+    return None
+
+
+def _truth_itself(op: str, args: tuple[Expr, ...]) -> Expr | None:
+    """x and True = x or False = x and x = not not x = x, not x < y = x >= y."""
+    match op, args:
         case ("and", (x, Const(True))) | ("and", (Const(True), x)):
             return x
         case ("or", (x, Const(False))) | ("or", (Const(False), x)):
@@ -116,6 +132,19 @@ def _identity(op: str, args: tuple[Expr, ...]) -> Expr | None:
             return x
         case "not", (Apply(inverse, (x, y)),) if inverse in NEGATED and kind(x) != "float" and kind(y) != "float":
             return apply(NEGATED[inverse], x, y)
+        case ("eq", (x, y)) if x == y and kind(x) != "float":
+            return TRUE
+        case ("ne", (x, y)) if x == y and kind(x) != "float":
+            return FALSE
+    return None
+
+
+NEGATED = {"lt": "ge", "ge": "lt", "gt": "le", "le": "gt", "eq": "ne", "ne": "eq"}
+
+
+def _choice_itself(op: str, args: tuple[Expr, ...]) -> Expr | None:
+    """c ? x : x = x, c ? True : False = c, c ? x : False = c and x."""
+    match op, args:
         case "where", (Const(c), x, y):
             return x if c else y
         case "where", (_, x, y) if x == y:
@@ -128,19 +157,7 @@ def _identity(op: str, args: tuple[Expr, ...]) -> Expr | None:
             return apply("or", c, x)
         case "where", (c, x, Const(False)) if kind(x) == "bool":
             return apply("and", c, x)
-        case "neg", (Apply("neg", (x,)),):
-            return x
-        case ("max" | "min"), (x, y) if kind(x) == kind(y) == "int":
-            least, most = (x, y) if op == "max" else (y, x)
-            return x if apply("ge", least, most) == TRUE else y if apply("ge", most, least) == TRUE else None
-        case ("eq", (x, y)) if x == y and kind(x) != "float":
-            return TRUE
-        case ("ne", (x, y)) if x == y and kind(x) != "float":
-            return FALSE
     return None
-
-
-NEGATED = {"lt": "ge", "ge": "lt", "gt": "le", "le": "gt", "eq": "ne", "ne": "eq"}
 
 
 def _rejoined(p: Poly) -> Poly:
