@@ -19,7 +19,7 @@ from fusecomp.codegen.schedule import count, decoded
 from fusecomp.ir.region import extent
 
 Lines = list[str]
-COLUMNS, WIDE, FEW = 64, 128, 4
+COLUMNS, WIDE, FEW = 32, 128, 4
 """Columns of a program of `combine` at most: where shares are many, units are few, and should still fill the device."""
 HELD = 32
 """Numbers of the shares' that a thread of `combine` holds."""

@@ -60,6 +60,23 @@ def test_requests_of_any_length(interpreter: Interpreter, name: str, share: int)
     agree(interpreter, REGION, args, sizes(args), plan(share))
 
 
+@pytest.mark.parametrize(("splits", "looks"), [(4, 64), (64, 128)])
+def test_more_shares_or_fewer_than_are_combined_at_a_time(interpreter: Interpreter, splits: int, looks: int) -> None:
+    args = requests(128, 1, 70, 16)
+    agree(interpreter, REGION, args, sizes(args), replace(plan(share=1), splits=splits, looks=looks))
+
+
+def test_as_many_at_a_time_as_are_predicted() -> None:
+    """One long request has many shares; many requests have few, and are looked through at once. Neighbours share it."""
+    found = {}
+    for b, n in ((1, 16384), (1, 16000), (64, 4096), (200, 256)):
+        made = planning.plan(REGION, {"B": b, "H": 8, "M": 1, "N": n}, find("h200"))
+        found[b, n] = made.splits, made.looks
+    assert found[1, 16384] == found[1, 16000] == (64, 32)
+    assert found[64, 4096][1] == 64
+    assert found[200, 256] == (4, 256)
+
+
 @pytest.mark.parametrize("page", [1, 8, 12, 32, 128])
 def test_pages_of_any_size(interpreter: Interpreter, page: int) -> None:
     """Pages that divide a tile of 16 keys, whose places are worked out once, and others."""

@@ -71,11 +71,11 @@ drawn = Min(1, DRAWS) * DRAWN * pairs * (1 - TCGEN05) * (1 - DOT)  # what was dr
 shared = CROSSES * (p_tile + 4 * BLOCK_M * (DOT + MMA_SYNC * Max(0, WIDTH / 2 - 1) * WARPS))
 
 # Loads that feed wgmma or tcgen05 keep one buffer a stage, loads that go through registers (mma.sync, biases, numbers
-# of pages) one less; one of three stages looks up pages. Tiles that the mask cuts are a loop of their own, in which a
-# bias is not loaded ahead: mma.sync takes scores to where the bias is.
-buffers = STAGES - 1 + WGMMA - Min(1, LOOKED_UP) * Max(0, 1 - Max(STAGES - 3, 3 - STAGES))
+# of pages) one less; one of three stages looks up pages, but where decoding has looked them up a tile ahead. Tiles that
+# the mask cuts are a loop of their own, which loads no bias ahead: mma.sync takes scores to where the bias is.
+buffers = STAGES - 1 + WGMMA - (1 - SPLIT) * Min(1, LOOKED_UP) * Max(0, 1 - Max(STAGES - 3, 3 - STAGES))
 ahead = Max((STAGES - 1) * LOAD * pairs + Max(shared, drawn), MMA_SYNC * scored)
-pipelined = q_tile + buffers * (kv_tile + 4 * LOOKED_UP * BLOCK_N) + ahead
+pipelined = q_tile + buffers * (kv_tile + (1 - SPLIT) * 4 * LOOKED_UP * BLOCK_N) + ahead
 # Without a pipeline, K is gone when V comes
 alone = Max((1 - BYTES) * (1 - DOT) * loaded, (MMA_SYNC * BYTES + DOT) * scored)
 unpipelined = q_tile + Max(k_tile, v_tile + Max(shared, REGROUPED * Min(p_tile, vector)), drawn, alone)
