@@ -31,7 +31,7 @@ Q_ROWS = tl.constexpr(4)  # queries of a tile
 RESIDENT = tl.constexpr(4)  # programs of a multiprocessor at once
 REQUESTS = tl.constexpr(32)  # requests that are looked through at a time
 SPLITS = tl.constexpr(16)  # shares that are combined at a time
-COLUMNS = tl.constexpr(64)  # of the output, combined by one program
+COLUMNS = tl.constexpr(32)  # of the output, combined by one program
 SCALE = tl.constexpr(0.12751743082459868)  # log2(e) * 0.0883883476
 
 
@@ -294,7 +294,7 @@ def launch(out, tensors, sizes):
         *k_pool.stride(), *v_pool.stride(), *table.stride(), lengths.stride(0), requests, units,
         programs, M, N, num_warps=4, num_stages=2,
     )
-    combine[(requests * units, min(M, Q_ROWS.value) * PACK.value, 2,)](
+    combine[(requests * units, min(M, Q_ROWS.value) * PACK.value, 4,)](
         out, lengths, part_acc, part_max, part_sum, *out.stride(), lengths.stride(0), requests,
         units, programs, M, N, num_warps=1, num_stages=2,
     )
