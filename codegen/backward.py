@@ -59,7 +59,7 @@ from fusecomp.codegen.table import full_tiles, table_row
 from fusecomp.codegen.table_ranges import gradient_kernels
 from fusecomp.errors import KernelError
 from fusecomp.ir.region import AttentionRegion
-from fusecomp.planning.backward import BackwardPlan, pair_plan
+from fusecomp.planning.backward import BackwardPlan
 from fusecomp.planning.tile import TilePlan
 
 VERSION = 7
@@ -87,7 +87,7 @@ class BackwardSource(KernelSource):
             rows = hopper_backward.STAY if self.plan.consumers else DELTA_ROWS
             rows = self.plan.block_m if kernel == "query_gradient" else rows
             return replace(self.plan, block_m=rows, warps=4, stages=1, consumers=0)
-        return self.plans.keys if kernel in ("key_gradients", "all_gradients") else pair_plan(self.plans.keys)
+        return self.plans.keys if kernel in ("key_gradients", "all_gradients") else self.plans.pairs
 
 
 @lru_cache(maxsize=64)
@@ -97,7 +97,7 @@ def emit_backward(
     """The gradients of Q, K and V, and of the other operands that `learned` names. Raises KernelError, with the reason,
     for a region that has no exact kernel; at the lengths that are `fixed`, if it has one only there."""
     require_free_names(region, RESERVED | OWN)
-    plans = (plan.queries, plan.keys, pair_plan(plan.keys))
+    plans = (plan.queries, plan.keys, plan.pairs)
     frame, other, both = (GradientFrame(region, p, learned=learned, fixed=fixed) for p in plans)
     require_gradients(frame, fixed)
     key = backward_key(region, plan, learned)
@@ -179,7 +179,7 @@ def backward_key(region: AttentionRegion, plan: BackwardPlan, learned: frozenset
     """A hash of what decides the kernels' text."""
     tiles = [(p.block_m, p.block_n, p.d_chunks, p.dv_chunks, p.warps, p.stages) for p in (plan.queries, plan.keys)]
     more = [plan.queries.consumers, plan.once] if plan.queries.consumers else []
-    more += [plan.keys.visits] * (plan.keys.visits != "bounds")
+    more += [plan.keys.visits] * (plan.keys.visits != "bounds") + [plan.fetched] * (plan.fetched > 1)
     decided = (VERSION, "backward", region.key, tiles, sorted(learned), *more)
     return hashlib.sha256(repr(decided).encode()).hexdigest()[:16]
 

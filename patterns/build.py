@@ -283,7 +283,7 @@ def check_largest(found: Found, scores: Masked, interior: tuple[Node, ...], sums
     if sums or (finite and not sees_a_key(scores.keep, found.index("q_idx"), found.index("kv_idx"))):
         raise Decline(f"{BESIDE}, and {'its logarithm is read' if sums else 'a query may see no key'}", advice=BY_SHIFT)
     inside = {*interior, found.output}
-    largest = [n for n in interior if op_name(n) in MAXIMA and not cut(n)]
+    largest = [n for n in interior if op_name(n) in MAXIMA and learns(n) and not cut(n)]
     open_ = reach(largest, lambda n: {u for u in inside.intersection(n.users) if not cut(u)})
     if learns(found.output) and found.output in open_:
         raise Decline(f"{BESIDE}, and its gradient flows through the maximum too", largest[0], BY_SHIFT)

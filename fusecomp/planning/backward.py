@@ -50,6 +50,14 @@ class BackwardPlan:
     """Of dK and dV: block_n keys a program, block_m queries at a time."""
     once: bool = False
     """Whether the programs of dK and dV add to dQ too, in any order, so that the scores are computed once."""
+    fetched: int = 1
+    """Tiles of the kernel of a bias, which has those of `keys`, in shared memory at a time."""
+
+    @property
+    def pairs(self) -> TilePlan:
+        """Of a tensor of every query and key: block_m queries and block_n keys a program."""
+        warps = 8 if self.keys.block_m * self.keys.block_n >= 64 * 64 else self.keys.warps
+        return replace(self.keys, warps=warps, stages=self.fetched, visits="bounds")
 
 
 def backward_plan(
@@ -64,7 +72,7 @@ def backward_plan(
     else:
         made = {kernel: _fitting(region, kernel, t, on) for kernel, t in _known(region).items()}
     queries, keys = (_plan(region, t, kernel, name) for kernel, t in made.items())
-    return BackwardPlan(queries, keys)
+    return BackwardPlan(queries, keys, fetched=ahead(region, keys, on))
 
 
 def by_table(plan: BackwardPlan, region: AttentionRegion, learned: frozenset[str], visits: str) -> BackwardPlan:
@@ -173,10 +181,12 @@ def pairs(e: Expr, region: AttentionRegion) -> bool:
     return isinstance(e, Load) and {region.q_idx.name, region.kv_idx.name} <= variables(e)
 
 
-def pair_plan(keys: TilePlan) -> TilePlan:
-    """Of a kernel that has a tile of queries and keys: nothing is fetched ahead."""
-    warps = 8 if keys.block_m * keys.block_n >= 64 * 64 else keys.warps
-    return replace(keys, warps=warps, stages=1, visits="bounds")
+def ahead(region: AttentionRegion, keys: TilePlan, device: Device) -> int:
+    """Tiles that the kernel of a bias fetches: two where it walks the requests or heads that share it, if they fit."""
+    shared = [x for x in parts(region.score) if pairs(x, region) and not {v.name for v in region.batch} <= variables(x)]
+    known = facts(region)
+    tile = known.width * (keys.block_m + keys.block_n) * (known.wide + known.wide_v)
+    return 2 if shared and 2 * tile <= device.smem_bytes else 1
 
 
 def _fitting(region: AttentionRegion, kernel: str, t: Tile, device: Device) -> Tile:

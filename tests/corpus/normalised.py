@@ -144,6 +144,13 @@ def one_beside_the_detached_largest(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return (e @ v) / (e.sum(-1, keepdim=True) + 0.5)
 
 
+@CASES.fuse()
+def one_beside_the_largest_of_detached_scores(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    s = scores(q, k)
+    e = (s - s.detach().amax(-1, keepdim=True)).exp()
+    return (e / (1 + e.sum(-1, keepdim=True))) @ v
+
+
 @CASES.fuse(lambda d: [*qkv(d), d.keep()], grad=())
 def a_millionth_beside_the_largest_seen(q: Tensor, k: Tensor, v: Tensor, keep: Tensor) -> Tensor:
     s = scores(q, k).masked_fill(~keep, -INF)
