@@ -16,6 +16,7 @@ from agreement import INF, agree, attend, compiled, plain, qkv, reasons
 from torch import Tensor, nn
 
 import fusecomp
+from fusecomp.running import verify
 
 
 @pytest.fixture(autouse=True)
@@ -66,6 +67,20 @@ def test_wrong_numbers_are_never_used(monkeypatch: pytest.MonkeyPatch, tmp_path:
     monkeypatch.setattr("fusecomp.running.cpu.lower", lambda _: lambda out, *_: out.fill_(0.5))
     assert agree(attend, qkv(), fused=0, strict=False)["fallbacks"] == 1
     assert "DISAGREES" in reasons(attend, qkv())[0]
+
+
+def test_inputs_of_a_verification_that_are_written_into(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    honest = verify.original
+
+    def writing(match: Any, tensors: list[Tensor], *more: Any) -> Any:
+        found = honest(match, tensors, *more)
+        tensors[0].zero_()
+        return found
+
+    monkeypatch.setenv("FUSECOMP_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(verify, "original", writing)
+    monkeypatch.setattr(verify, "EXACT_SCORES", {})  # eager alone is run so
+    agree(attend, qkv())
 
 
 def test_operators_of_the_user() -> None:

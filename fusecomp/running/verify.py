@@ -51,12 +51,16 @@ def verify(
     path = cache.directory("verdicts") / f"{name}.json"
     if (known := kept(path)) is not None:
         return known
-    with compiling(launches(match, launch, sizes, device, backward) if device.type == "cuda" else [], device):
-        run = compare(match, launch, sizes, device, backward)
-        differentiated = judge_gradients(match, launch, backward, sizes, device) if backward is not None else None
+    drawn = example(match, sizes, device)
+    before = [t._version for t in drawn[0]]
+    with compiling(launches(match, drawn, launch, sizes, backward) if device.type == "cuda" else [], device):
+        run = compare(match, drawn, launch, sizes, backward)
+        differentiated = judge_gradients(match, drawn, launch, backward, sizes) if backward is not None else None
+    if [t._version for t in drawn[0]] != before:
+        drawn[0][:] = example(match, sizes, device)[0]  # the graph wrote into what it reads
     verdict = judge(run(), match.region.out_dtype)
     if verdict.passed and match.region.lse:
-        verdict = judge_log_sums(match, launch, sizes, device) or verdict
+        verdict = judge_log_sums(match, drawn, launch, sizes) or verdict
     if verdict.passed and differentiated is not None:
         verdict = differentiated() or verdict
     if verdict.passed:  # a failure is looked into again: it may have been mended since
@@ -99,7 +103,10 @@ def fingerprint(match: Match) -> str:
     return "\n".join(lines)
 
 
-def example(match: Match, sizes: Mapping[str, int], device: torch.device) -> tuple[list[Tensor], Tensor, list[int]]:
+Drawn = tuple[list[Tensor], Tensor, list[int]]
+
+
+def example(match: Match, sizes: Mapping[str, int], device: torch.device) -> Drawn:
     """(tensors, out, lengths) as a launch takes them: random operands of the graph's shapes and strides."""
     region = match.region
     tensors = draw(region, [example_of(n.meta["val"]) for n in match.inputs], sizes, device)
@@ -109,12 +116,12 @@ def example(match: Match, sizes: Mapping[str, int], device: torch.device) -> tup
 
 
 def launches(
-    match: Match, launch: Launch, sizes: Mapping[str, int], device: torch.device, backward: Gradients | None
-) -> list[Callable[[], None]]:  # fmt: skip
+    match: Match, drawn: Drawn, launch: Launch, sizes: Mapping[str, int], backward: Gradients | None
+) -> list[Callable[[], None]]:
     """Calls that launch each kernel that verification will."""
-    tensors, out, lengths = example(match, sizes, device)
+    tensors, out, lengths = drawn
     saves = backward is not None or match.region.lse
-    lse = log_sums(match, sizes, device) if saves else None
+    lse = log_sums(match, sizes, out.device) if saves else None
     calls: list[Callable[[], None]] = [partial(launch, out, tensors, lengths, *([] if lse is None else [lse]))]
     if backward is not None and lse is not None:
         pairs = zip(tensors, match.region.operands, strict=True)
@@ -137,15 +144,14 @@ def log_sums(match: Match, sizes: Mapping[str, int], device: torch.device) -> Te
 
 
 def compare(
-    match: Match, launch: Launch, sizes: Mapping[str, int], device: torch.device, backward: Gradients | None = None
+    match: Match, drawn: Drawn, launch: Launch, sizes: Mapping[str, int], backward: Gradients | None = None
 ) -> Callable[[], Judged]:
     """What runs the kernel, to be held against its judges: those have run, on the same random inputs."""
-    region = match.region
-    tensors, out, lengths = example(match, sizes, device)
+    (tensors, out, lengths), saves = drawn, backward is not None or match.region.lse
     judged = judges(match, tensors, out, lengths, sizes)
 
     def compared() -> Judged:
-        launch(out, tensors, lengths, *([log_sums(match, sizes, device)] if backward or region.lse else []))
+        launch(out, tensors, lengths, *([log_sums(match, sizes, out.device)] if saves else []))
         return judged(out)
 
     return compared
@@ -172,10 +178,10 @@ def judges(
     return lambda out: Judged(pick(out, region, places), picked, exact, against)
 
 
-def judge_log_sums(match: Match, launch: Launch, sizes: Mapping[str, int], device: torch.device) -> Verdict | None:
+def judge_log_sums(match: Match, drawn: Drawn, launch: Launch, sizes: Mapping[str, int]) -> Verdict | None:
     """A failed verdict where the kernel's log-sum-exp is not that of the graph's nodes; else None."""
     region = match.region
-    tensors, out, lengths = example(match, sizes, device)
+    (tensors, out, lengths), device = drawn, drawn[1].device
     lse = log_sums(match, sizes, device)
     launch(out, tensors, lengths, lse)
     for s in match.sums:
@@ -206,12 +212,12 @@ def only(judged: Judged, of: Tensor) -> Judged:
 
 
 def judge_gradients(
-    match: Match, launch: Launch, backward: Gradients, sizes: Mapping[str, int], device: torch.device
+    match: Match, drawn: Drawn, launch: Launch, backward: Gradients, sizes: Mapping[str, int]
 ) -> Callable[[], Verdict | None]:
     """What runs the kernels, and finds the first failed verdict on a gradient: of Q, K, V, and of all else that learns.
     None where all agree. What is right has been computed."""
     region = match.region
-    tensors, out, lengths = example(match, sizes, device)
+    (tensors, out, lengths), device = drawn, drawn[1].device
     grad = torch.randn(out.shape, device=device, generator=torch.Generator(device).manual_seed(1)).to(out.dtype)
     given = zip(region.operands, tensors, strict=True)
     wanted = [i for i, (o, t) in enumerate(given) if o.name in held(match) and t.is_floating_point()]
