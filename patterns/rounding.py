@@ -9,6 +9,10 @@ s + m in float16        m, where m is so negative that s is lost in it
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
+from fusecomp.graph.facts import dtype, is_tensor
 from fusecomp.ir.algebra import ZERO, apply, cast, const
 from fusecomp.ir.expr import Apply, Cast, Const, Expr, Load, dtype_kind, kind, parts
 from fusecomp.ir.poly import upper
@@ -106,3 +110,20 @@ def may_absorb(m: Expr) -> bool:
     """Whether `m` is a tensor of masks, or arithmetic with the fill of one."""
     fills = (x for x in parts(m) if isinstance(x, Const) and isinstance(x.value, float))
     return isinstance(m, Load) or any(abs(x.value) >= -LOST_IN for x in fills)
+
+
+# ----------------------------------------------------------------------------------------------------------------
+# Comparisons
+
+
+def compared(given: Sequence[Any], args: list[Expr | None]) -> list[Expr | None]:
+    """Numbers beside a tensor in half precision, rounded to it: bfloat16 positions are compared with 256, not 257."""
+    kinds = {dtype(x) for x in given if is_tensor(x)}
+    to = kinds.pop() if len(kinds) == 1 else ""
+    return [retyped(e, to) if to in HALF and isinstance(e, Const) else e for e in args]
+
+
+def rounds(lift: Lift, x: Any, e: Expr | None) -> bool:
+    """Whether arithmetic of half precision, which is not repeated rounding by rounding, is about to be compared."""
+    half = is_tensor(x) and dtype(x) in HALF
+    return half and isinstance(e, Apply) and e.op in ("add", "sub", "mul", "div") and not lift.holds_score(e)

@@ -8,19 +8,18 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import torch
 from torch.fx import Node
 
 from fusecomp.graph.facts import dtype, is_tensor, number, op_name, shape, value
 from fusecomp.ir.algebra import ONE, ZERO, apply, cast, const
-from fusecomp.ir.expr import Apply, Const, Expr, dtype_kind, kind, variables
+from fusecomp.ir.expr import Const, Expr, dtype_kind, kind, variables
 from fusecomp.ir.poly import is_natural
 from fusecomp.patterns import activations as act
 from fusecomp.patterns.lift import RULES, Decline, Index, Lift, argument, lift_argument, rule, runs_over_keys
 from fusecomp.patterns.reductions import reduced
-from fusecomp.patterns.rounding import HALF, absorbed, retyped, stored, truth
+from fusecomp.patterns.rounding import absorbed, compared, retyped, rounds, stored, truth
 from fusecomp.patterns.scalars import (
     clamp,
     doubled,
@@ -143,6 +142,7 @@ def pointwise(name: str) -> Callable[[Lift, Node, Index], Expr | None]:
         args = [None if a is None else lift_argument(lift, node, a, index) for a in node.args]
         if name in COMPARISONS and any(rounds(lift, x, e) for x, e in zip(node.args, args, strict=True)):
             return None
+        args = compared(node.args, args) if name in COMPARISONS else args
         if any(v is not None and k not in ARGUMENT for k, v in node.kwargs.items()):
             return None
         given = {ARGUMENT[k]: v for k, v in node.kwargs.items() if k in ARGUMENT and v is not None}
@@ -156,12 +156,6 @@ def pointwise(name: str) -> Callable[[Lift, Node, Index], Expr | None]:
 
 
 COMPARISONS = {"eq", "ne", "not_equal", "lt", "le", "gt", "ge", "less", "less_equal", "greater", "greater_equal"}
-
-
-def rounds(lift: Lift, x: Any, e: Expr | None) -> bool:
-    """Whether arithmetic of half precision, which is not repeated rounding by rounding, is about to be compared."""
-    half = is_tensor(x) and dtype(x) in HALF
-    return half and isinstance(e, Apply) and e.op in ("add", "sub", "mul", "div") and not lift.holds_score(e)
 
 
 def constant_row(name: str, e: Expr) -> bool:

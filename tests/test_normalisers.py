@@ -69,3 +69,22 @@ def test_a_row_without_keys(shift: str, fill: float) -> None:
         fused = fusecomp.fuse(graph, inputs, verify=False, strict=True)
         torch.testing.assert_close(fused(*inputs), attention(*inputs), equal_nan=True, msg=name)
         assert fused is not graph or (shift, name) not in FUSED, name
+
+
+COMPARED: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "positions": lambda s, at: s.masked_fill(at.bfloat16() < 257, -INF),
+    "a fill": lambda s, at: torch.where((f := s.masked_fill(at == 256, -1e4)) <= -1e4, 2.0, f),
+}
+
+
+@pytest.mark.parametrize("name", COMPARED)
+def test_a_number_beside_half_precision_is_rounded_to_it(name: str) -> None:
+    def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return COMPARED[name](q @ k.mT, torch.arange(310)).softmax(-1) @ v
+
+    q, k, v = (torch.randn(1, 1, n, 8).bfloat16() for n in (4, 310, 310))
+    graph = make_fx(lambda *args: attention(*args), pre_dispatch=True)(q, k, v)
+    fused = fusecomp.fuse(graph, [q, k, v], verify=False, strict=True)
+    assert fused is not graph
+    v.zero_()[..., 256, :] = 100.0
+    torch.testing.assert_close(fused(q, k, v), attention(q, k, v), rtol=0.05, atol=0.05)
