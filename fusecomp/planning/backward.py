@@ -49,7 +49,8 @@ class BackwardPlan:
     keys: TilePlan
     """Of dK and dV: block_n keys a program, block_m queries at a time."""
     once: bool = False
-    """Whether the programs of dK and dV add to dQ too, in any order, so that the scores are computed once."""
+    """Whether the programs of dK and dV add to dQ too, in any order, so that the scores are computed once. Portable
+    ones do not: atomic adds take them longer than the scores again, but beside a bias (probes_h200.json)."""
     fetched: int = 1
     """Tiles of the kernel of a bias, which has those of `keys`, in shared memory at a time."""
 
