@@ -3,7 +3,8 @@
 The constants were fitted on one half of the workloads, and never on the other. What is asked of both: the pick within
 a tenth of the best, ranks that correlate by 0.8. `SLOW` and `LOOSE` are the workloads where that does not hold, with
 what does. Most are due to registers: nothing predicts well what the compiler spills of dK and dV, nor of float32
-products. In decoding many tiles are as fast as the memory, and rank by chance.
+products. In decoding many tiles are as fast as the memory, and rank by chance; those that find keys through a table were
+timed when a third stage only looked up where they lie.
 """
 
 from __future__ import annotations
@@ -54,11 +55,10 @@ LOOSE = {
     "n=16384 heads=32 batch=8 kv_heads=8 m=1 kind=decode": 0.66,
     "n=4096 heads=32 batch=64 kv_heads=8 m=1 kind=decode": 0.66,
     "n=1024 heads=32 kv_heads=8 m=1 kind=decode page=16": 0.52,
-    "n=4096 heads=32 kv_heads=8 m=1 kind=decode page=16": 0.55,
-    "n=16384 heads=32 kv_heads=8 m=1 kind=decode page=16": 0.76,
-    "n=2048 heads=32 batch=8 kv_heads=8 m=1 kind=decode page=16": 0.76,
+    "n=4096 heads=32 kv_heads=8 m=1 kind=decode page=16": 0.68,
+    "n=16384 heads=32 batch=8 kv_heads=8 m=1 kind=decode page=16": 0.76,
     "n=1024 heads=32 batch=64 kv_heads=8 m=1 kind=decode page=16": 0.65,
-    "n=4096 heads=32 batch=64 kv_heads=8 m=1 kind=decode page=16": 0.68,
+    "n=4096 heads=32 batch=64 kv_heads=8 m=1 kind=decode page=16": 0.59,
     "n=8192 heads=32 batch=16 m=1 kind=decode": 0.56,
     "n=4096 d=256 batch=8 kv_heads=8 m=1 kind=decode": 0.77,
     "n=4096 d=64 causal=True batch=4 kind=keys": 0.72,
@@ -74,7 +74,7 @@ LOOSE = {
 }
 MEDIAN = {
     ("forward", 0): 1.005, ("forward", 1): 1.025,
-    ("decode", 0): 1.02, ("decode", 1): 1.02,
+    ("decode", 0): 1.01, ("decode", 1): 1.015,
     ("backward", 0): 1.005, ("backward", 1): 1.01,
 }  # fmt: skip
 """(What is planned, half: 0 fitted on, 1 judged on) -> the median slowdown."""

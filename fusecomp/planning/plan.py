@@ -31,8 +31,8 @@ SHARE_KEYS = 512
 """Keys of a share where shares may not depend on other requests: 128 of them for a context of 64 k."""
 SPILL_LIMIT = 64
 """Registers over the limit that a tile may need and still be tried; each costs time (`cost.spill_s`)."""
-TIE = 0.01
-"""Times so near each other are one."""
+TIE, DECODE_TIE = 0.01, 0.02
+"""Times so near each other are one; in decoding, where many tiles are as fast as the memory, predictions tell less."""
 RESIDENT = (1, 2, 4, 8)
 """Of decoding: programs of a multiprocessor that the keys may be split for."""
 TABLED = (4,), (2,)
@@ -197,10 +197,11 @@ def _ranked(
         costed = _costed(region, sizes, device, kind, describable, shown)
     refused = {tile: _too_large(cost, budget, device) for tile, cost in costed}
     fits = [tc for tc in costed if not refused[tc[0]]] or [_last_resort(costed, budget)]
-    fits = _by_merit(fits)
+    tie = DECODE_TIE if kind == "decode" else TIE
+    fits = _by_merit(fits, tie)
     best = fits[0][1]
     losers = [Row(t, kind, c, refused[t]) for t, c in costed if refused[t] and t != fits[0][0]]
-    return (*(Row(t, kind, c, _slower(c, best)) for t, c in fits), *losers)
+    return (*(Row(t, kind, c, _slower(c, best, tie)) for t, c in fits), *losers)
 
 
 def _costed(
@@ -211,10 +212,10 @@ def _costed(
     return [(tile, cost_of(launch.quantities(tile))) for tile in candidates(launch, describable)]
 
 
-def _by_merit(fits: list[tuple[Tile, Cost]]) -> list[tuple[Tile, Cost]]:
+def _by_merit(fits: list[tuple[Tile, Cost]], tie: float) -> list[tuple[Tile, Cost]]:
     """By time, after the one preferred of those that tie with the fastest."""
     fits = sorted(fits, key=lambda tc: tc[1].seconds)
-    near = [tc for tc in fits if tc[1].seconds <= (1 + TIE) * fits[0][1].seconds]
+    near = [tc for tc in fits if tc[1].seconds <= (1 + tie) * fits[0][1].seconds]
     best = min(near, key=lambda tc: _preference(*tc))
     return [best, *(tc for tc in fits if tc is not best)]
 
@@ -249,11 +250,11 @@ def _last_resort(costed: list[tuple[Tile, Cost]], budget: int) -> tuple[Tile, Co
     return tile, cost
 
 
-def _slower(cost: Cost, best: Cost) -> str:
+def _slower(cost: Cost, best: Cost, tie: float) -> str:
     if cost is best:
         return ""
-    if cost.seconds <= (1 + TIE) * best.seconds:
-        return f"as fast within {TIE:.0%} ({seconds(cost.seconds)}), with {cost.smem_bytes} B of shared memory"
+    if cost.seconds <= (1 + tie) * best.seconds:
+        return f"as fast within {tie:.0%} ({seconds(cost.seconds)}), with {cost.smem_bytes} B of shared memory"
     times = f"{seconds(cost.seconds)} against {seconds(best.seconds)}"
     return f"predicted {cost.seconds / best.seconds - 1:.1%} slower ({times}), limited by {cost.bound}"
 
