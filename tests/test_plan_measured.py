@@ -3,8 +3,8 @@
 The constants were fitted on one half of the workloads, and never on the other. What is asked of both: the pick within
 a tenth of the best, ranks that correlate by 0.8. `SLOW` and `LOOSE` are the workloads where that does not hold, with
 what does. Most are due to registers: nothing predicts well what the compiler spills of dK and dV, nor of float32
-products. In decoding many tiles are as fast as the memory, and rank by chance; those that find keys through a table were
-timed when a third stage only looked up where they lie.
+products. In decoding many tiles are as fast as the memory, and rank by chance; those that find keys through a table
+were timed when a third stage only looked up where they lie.
 """
 
 from __future__ import annotations
