@@ -242,7 +242,7 @@ def linear_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return q.softmax(-1) @ (k.softmax(-2).transpose(-2, -1) @ v)
 
 
-@CASES.decline(square, "`mean` is not a pointwise function of the scores")
+@CASES.decline(square, "is not a pointwise function of the scores")
 def mask_from_the_scores(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     i, j = places(q, k)
     s = scores(q, k)
