@@ -14,7 +14,6 @@ from fusecomp.codegen.copied import COLUMNS, buffers, copied
 from fusecomp.codegen.frame import Frame
 from fusecomp.codegen.memory import output_index
 from fusecomp.ir.expr import Apply, Const, Expr, Load, Var, parts, variables
-from fusecomp.ir.poly import from_poly, poly
 from fusecomp.ir.ranges import reach
 from fusecomp.ir.region import Access, AttentionRegion, extent
 from fusecomp.planning.tile import TilePlan
@@ -68,22 +67,15 @@ def ends_within(region: AttentionRegion) -> bool:
 
 
 def in_rows(region: AttentionRegion, a: Access) -> bool:
-    """operand[batch..., row, batch..., first + d], of its last dimension so many columns from the first on, which one
-    program knows: heads may lie beside each other in a row."""
+    """operand[batch..., row, batch..., d], the whole of its last dimension."""
     *outer, last = a.index
-    rows = {region.q_idx.name, region.kv_idx.name}
-    first, batch = first_column(region, last), {v.name for v in region.batch}
+    shape, rows = region.operand(a.operand).shape, {region.q_idx.name, region.kv_idx.name}
+    columns = (region.products[0].d.name, region.dv.name)
+    alone = isinstance(last, Var) and last.name in columns and shape[-1] == last.size
     placed = [isinstance(e, Var) and e.name in rows for e in outer]
+    batch = {v.name for v in region.batch}
     others = all(p or variables(e) <= batch for p, e in zip(placed, outer, strict=True))
-    fixed = first is not None and variables(first) <= batch and not _looks_up(a.index)
-    return fixed and sum(placed) == 1 and others and 1 <= len(outer) <= 4
-
-
-def first_column(region: AttentionRegion, last: Expr) -> Expr | None:
-    """first, of first + d or first + dv; None of anything else."""
-    terms = poly(last)
-    columns = [v for v in (region.products[0].d, region.dv) if terms.pop((v,), None) == 1]
-    return from_poly(terms) if columns else None
+    return alone and sum(placed) == 1 and others and 1 <= len(outer) <= 4 and not _looks_up(outer)
 
 
 def _looks_up(index: Sequence[Expr]) -> bool:

@@ -12,7 +12,7 @@ from fusecomp.codegen.base2 import may_be_minus_inf
 from fusecomp.codegen.copied import COLUMNS
 from fusecomp.codegen.frame import Frame
 from fusecomp.codegen.function import quoted
-from fusecomp.codegen.hopper import GROUP_ROWS, REGISTERS, blocks, expresses, first_column, holds_q
+from fusecomp.codegen.hopper import GROUP_ROWS, REGISTERS, blocks, expresses, holds_q
 from fusecomp.codegen.hopper_functions import BARRIERS, BASE_2, IMPORTS, KNOWN, TANH
 from fusecomp.codegen.hopper_keys import walk
 from fusecomp.codegen.hopper_launch import LAUNCH_HELPERS, launch
@@ -40,7 +40,6 @@ from fusecomp.codegen.source import names_read, tidy
 from fusecomp.codegen.table_ranges import range_kernels
 from fusecomp.codegen.tile import of_full, tests_of_edge
 from fusecomp.errors import KernelError
-from fusecomp.ir.algebra import apply
 from fusecomp.ir.expr import Const, Expr, Load, Var, parts
 from fusecomp.ir.region import extent
 
@@ -115,18 +114,13 @@ def _function(frame: Frame, skeleton: str, own: Sequence[str], holes: Holes) -> 
 
 
 def block_at(frame: Frame, index: Sequence[Expr], row: Var, start: str, column: int = 0) -> str:
-    """The coordinates of a block, whose columns begin `column` after the first."""
-    first = apply("add", first_column(frame.region, index[-1]) or Const(0), Const(column))
-    places = [start if e == row else _coordinate(frame, e) for e in (*index[:-1], first)]
-    return f"[{', '.join(places)}]"
-
-
-def _coordinate(frame: Frame, e: Expr) -> str:
-    """A number of the program's own, which may be wide."""
-    body = triton_text(e, frame.names)
-    if isinstance(e, Const):
-        return body
-    return f"{body if body.isidentifier() else f'({body})'}.to(tl.int32)"
+    """The coordinates of a block."""
+    places = []
+    for e in index[:-1]:
+        body = start if e == row else triton_text(e, frame.names)
+        body = body if body.isidentifier() or isinstance(e, Const) or e == row else f"({body})"
+        places.append(body if e == row or isinstance(e, Const) else f"{body}.to(tl.int32)")
+    return f"[{', '.join([*places, str(column)])}]"
 
 
 def _copies(frame: Frame) -> Holes:

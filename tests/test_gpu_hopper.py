@@ -138,17 +138,6 @@ def test_heads_side_by_side() -> None:
     compared(fn, [torch.randn(2, 500, 6, 128, device="cuda", dtype=torch.bfloat16) for _ in range(3)])
 
 
-def from_one_projection(x: Tensor) -> Tensor:
-    """[B, N, 3 H D] of one matrix, in three parts, of 4 heads each: the parts are columns of one tensor."""
-    q, k, v = (part.unflatten(-1, (4, -1)).transpose(1, 2) for part in x.chunk(3, -1))
-    return causal(q, k, v).transpose(1, 2).flatten(2)
-
-
-@pytest.mark.parametrize("size", [64, 128, 256])
-def test_heads_in_one_row(size: int) -> None:
-    compared(from_one_projection, [torch.randn(2, 613, 12 * size, device="cuda", dtype=torch.bfloat16)])
-
-
 def test_many_tiles_and_few_programs() -> None:
     """More tiles than multiprocessors: each program takes several, in an order of its own."""
     compared(causal, [torch.randn(24, 16, 700, 64, device="cuda", dtype=torch.bfloat16) for _ in range(3)])

@@ -97,23 +97,6 @@ def test_gradients_of_heads_side_by_side(planned: list[BackwardPlan]) -> None:
     differentiated(fn, [torch.randn(2, 500, 3, 6, 128, device="cuda", dtype=torch.bfloat16)], planned)
 
 
-@pytest.mark.parametrize("deterministic", [True, False])
-@pytest.mark.parametrize("size", [64, 128])
-def test_gradients_of_heads_in_one_row(size: int, deterministic: bool, planned: list[BackwardPlan]) -> None:
-    def values_in_one_row(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return causal(q, k, v.unflatten(-1, (2, -1)).transpose(1, 2))
-
-    shapes = [(2, 4, 613, size), (2, 2, 613, size), (2, 613, 2 * size)]
-    args = [torch.randn(s, device="cuda", dtype=torch.bfloat16) for s in shapes]
-    differentiated(values_in_one_row, args, planned, deterministic)
-
-
-@pytest.mark.parametrize("size", [64, 128])
-def test_gradients_of_one_projection(size: int, planned: list[BackwardPlan]) -> None:
-    args = [torch.randn(2, 500, 12 * size, device="cuda", dtype=torch.bfloat16)]
-    differentiated(from_one_projection, args, planned)
-
-
 DOCUMENTS = {
     "sorted": lambda i: torch.stack([i // 50, i // 400]),
     "unsorted": lambda i: torch.stack([i * 7919 % 5, i // 100 % 3]),

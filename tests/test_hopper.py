@@ -25,7 +25,7 @@ from fusecomp.errors import KernelError
 from fusecomp.ir import data
 from fusecomp.ir.algebra import apply
 from fusecomp.ir.expr import Const, Expr, Size
-from fusecomp.ir.region import Access, AttentionRegion
+from fusecomp.ir.region import AttentionRegion
 from fusecomp.planning.device import find
 from fusecomp.planning.tile import TilePlan
 from fusecomp.running import hopper
@@ -46,21 +46,10 @@ def half(s: Expr = SCALED, *keep: Expr, d: int = 64, **more: object) -> Attentio
     return attention(s, *keep, **{"dtype": "bfloat16", "d": d, **more})  # type: ignore[arg-type]
 
 
-def in_one_row(region: AttentionRegion, heads: int = 2, columns: int = 0) -> AttentionRegion:
-    """V as a projection leaves it, [B, N, H Dv] or the last part of more: v[b, kv_idx, h // 2 * Dv + dv + columns]."""
-    size, head = region.dv.size, region.v.index[1]
-    last = apply("add", apply("add", apply("mul", head, size), region.dv), Const(columns))
-    wide = apply("add", apply("mul", Const(heads), size), Const(columns))
-    v = replace(region.operand("v"), shape=(Size("B"), N, wide))
-    operands = tuple(v if o.name == "v" else o for o in region.operands)
-    return replace(region, operands=operands, v=Access("v", (b, kv_idx, last)))
-
-
 EXPRESSED = {
     "full": half(d=128),
     "causal": half(SCALED, causal, d=128, **grouped(4)),
     "three groups": half(d=64),
-    "heads in one row": in_one_row(half(SCALED, causal, **grouped(2)), columns=256),
     "large heads": half(SCALED, causal, d=256),
     "last queries": half(SCALED, LAST, d=128),
     "window, soft cap": half(CAPPED, causal, WINDOW, dtype="float16"),
@@ -80,8 +69,6 @@ NOT = {
     "dropout": dropout(half()),
     "rows that see no key under a finite fill": half(SCALED, causal, **filled(-1e9, causal)),
     "keys behind a table": paged(),
-    "columns in steps": replace(half(), v=Access("v", (b, h, kv_idx, apply("mul", half().dv, Const(2))))),
-    "columns that differ by key": replace(half(), v=Access("v", (b, h, kv_idx, apply("add", half().dv, kv_idx)))),
     "the larger of two": half(apply("max", SCALED, Const(0.0))),
     "a sink of each row": half(SCALED, sink=load(0, q_idx), loads=[((M,), "float32")]),
     "another result": half(out_dtype="float32"),
@@ -146,13 +133,6 @@ def test_masks_that_are_data_are_visited_by_table(monkeypatch: pytest.MonkeyPatc
     added = half(apply("add", SCALED, load(0, b, kv_idx, dtype="bfloat16")), loads=[((Size("B"), N), "bfloat16")])
     # It may hold a finite fill: rows that see no key are visited again
     assert hopper_plan(added, LONG, find("h200")) is None
-
-
-def test_heads_may_lie_beside_each_other_in_a_row() -> None:
-    region = EXPRESSED["heads in one row"]
-    text = emit(region, specialised(region, tiles(region))).text
-    assert "[b.to(gl.int32), k_start, (h // 2 * 64 + 256).to(gl.int32)]" in text
-    assert "v_desc = described(v, [1, 128, 64], N)" in text
 
 
 def test_only_the_first_tile_of_a_causal_row_needs_its_mask() -> None:
