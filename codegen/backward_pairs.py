@@ -192,8 +192,8 @@ def rescue(frame: GradientFrame, leaf: Leaf) -> Lines:
 def store(frame: GradientFrame, leaf: Leaf) -> Lines:
     """dx, or this program's part of it, which lies in [split, kept axes, M, N]."""
     m, n = (triton_text(v.size, frame.names) for v in (frame.q_idx, frame.kv_idx))
-    inside = f"row < {m} - q_start"
-    stored = f"stored = {inside} if WHOLE else ({inside}) & (column[None, :] < {n} - k_first)"
+    live = f"row < {m} - q_start"
+    stored = f"stored = {live} if WHOLE else ({live}) & (column[None, :] < {n} - k_first)"
     value = scaled_by(f"{leaf.name}_sum", leaf.factor)
     if not direct(frame, leaf):
         width = f"width = k_tiles * BLOCK_N if WHOLE else {n}  # then the compiler sees that rows are aligned"

@@ -175,7 +175,7 @@ def next_rows(frame: Frame) -> Lines:
 
 
 def _next_rows(frame: Frame) -> Lines:
-    found = {x: f"next_{x.tensor}" for x in looked_up(frame).values()}
+    found: dict[Expr, str] = {x: f"next_{x.tensor}" for x in looked_up(frame).values()}
     names = key_names(frame).having({frame.kv_idx: "next_kv", KEY: "next_key", **found})
     return _looked_up(frame, "next_", names, ", mask=next_key < full_end, other=0")
 

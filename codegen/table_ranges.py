@@ -134,10 +134,11 @@ def _kernel(frame: TableFrame, side: Side) -> tuple[str, list[str]]:
     read = sorted(data.reads(side.region), key=str)
     of_other = [x for x in read if side.other.name in variables(x)]
     of_own = [x for x in read if x not in of_other]
-    ends = {x: _ends_of(side, read.index(x), x) for x in read}
+    ends: dict[Expr, Pair] = {x: _ends_of(side, read.index(x), x) for x in read}
     ends |= {v: _ends_of_axis(v, end) for v, end in ((side.own, ("first", "last")), (side.other, ("near", "far")))}
-    known = {v: (v, v) for v in side.region.batch}
-    names = frame.names.having({symbol: symbol.tensor for pair in ends.values() for symbol in pair})
+    known: dict[Expr, Pair] = {v: (v, v) for v in side.region.batch}
+    symbols = (x for pair in ends.values() for x in pair)
+    names = frame.names.having({x: x.tensor for x in symbols if isinstance(x, Load)})
 
     def holds(terms: Sequence[Expr], which: int) -> str:
         found = truth(reduce(lambda a, b: apply("and", a, b), terms), {**ends, **known}.get)[which]

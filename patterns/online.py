@@ -115,8 +115,8 @@ def terms(node: Any, leaf: Callable[[Node], Term | None], so_far: Counter[Node] 
                 yield from terms(x, leaf, so_far)
     elif (name == "mul" or in_place(node, "mul_")) and (parted := factor(node)):
         yield from terms(parted[0], leaf, added(so_far, parted[1]))
-    elif name == "sum" and (parted := stacked(node)):
-        for x, largest, whole in parted:
+    elif name == "sum" and (pieces := stacked(node)):
+        for x, largest, whole in pieces:
             yield from terms(x, leaf, added(so_far, Counter({largest: 1}), Counter({whole: -1})))
     else:
         raise Other

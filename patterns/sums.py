@@ -83,8 +83,9 @@ def terms_of(node: Any, reader: Node, so_far: Term = NOTHING) -> Iterator[Term]:
         yield from terms_of(args[1], node, replace(so_far, sign=-so_far.sign) if op_name(node) == "sub" else so_far)
     elif plain and (split := scaled(node)):
         one = isinstance(split[1], int | float) or value(split[1]).numel() == 1
-        more = {"factors": (*so_far.factors, split[1])} if one else {"own": (*so_far.own, split[1])}
-        yield from terms_of(split[0], node, replace(so_far, **more))
+        factors, own = so_far.factors, so_far.own
+        with_it = replace(so_far, factors=(*factors, split[1])) if one else replace(so_far, own=(*own, split[1]))
+        yield from terms_of(split[0], node, with_it)
     else:
         yield replace(so_far, weights=node)
 

@@ -100,17 +100,18 @@ def scheduled(
         return made
     held = share_of_registers(device, tile.resident * tile.warps)
     launch = Launch(region, dict(coarse(sizes)), device, decode=True)
-    return replace(made, resident=tile.resident, registers=held, **at_a_time(launch, tile))
+    splits, looks = at_a_time(launch, tile)
+    return replace(made, resident=tile.resident, registers=held, splits=splits, looks=looks)
 
 
 SPLITS, LOOKS = (4, 64), (32, 1024)
 """Of `TilePlan.splits` and `looks`, at least and at most: a warp has 32 lanes, a program so many registers."""
 
 
-def at_a_time(launch: Launch, tile: Tile) -> dict[str, int]:
+def at_a_time(launch: Launch, tile: Tile) -> tuple[int, int]:
     """Shares that are combined, and requests that are looked through, in one step where there are as many as here."""
     splits, requests = (int(launch.quantities(tile)["splits"]), int(launch.fixed["REQUESTS"]))
-    return {"splits": clipped(power(splits), *SPLITS), "looks": clipped(power(requests), *LOOKS)}
+    return clipped(power(splits), *SPLITS), clipped(power(requests), *LOOKS)
 
 
 def clipped(n: int, least: int, most: int) -> int:
