@@ -18,7 +18,6 @@ from test_gpu_hopper import (  # noqa: F401 - `always` is a fixture
     attend,
     causal,
     documents,
-    from_one_projection,
     full,
     off,
     places,
