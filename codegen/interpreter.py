@@ -15,6 +15,7 @@ def teach() -> None:
     """What generated kernels use and the interpreter has not."""
     teach_products()
     teach_rounding()
+    teach_truth()
     teach_overlap()
     teach_calls()
 
@@ -85,6 +86,26 @@ def teach_rounding() -> None:
 
     cast_impl.rounds = True  # type: ignore[attr-defined]
     builder.cast_impl = cast_impl
+
+
+def teach_truth() -> None:
+    """Let what is true of one number stay a truth value where it becomes a block's: the interpreter says that it has
+    the type of what was compared, and since Triton 3.9 takes no such block for a mask."""
+    from triton.runtime import interpreter
+
+    builder: Any = interpreter.InterpreterBuilder
+    original = builder.create_splat
+    if getattr(original, "tells", False):
+        return
+
+    def create_splat(self: Any, shape: Any, x: Any) -> Any:
+        import triton.language as tl
+
+        found = original(self, shape, x)
+        return interpreter.TensorHandle(found.data.astype(bool), tl.int1) if x.data.dtype == bool else found
+
+    create_splat.tells = True  # type: ignore[attr-defined]
+    builder.create_splat = create_splat
 
 
 def nearest_bfloat16(x: Any) -> Any:
