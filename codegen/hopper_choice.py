@@ -21,7 +21,7 @@ from fusecomp.planning.tile import TilePlan
 
 AT_MOST = 0.88
 """Of the time that is predicted for the portable kernel, what this one may be predicted to take: short launches of that
-are over sooner than predicted (hopper_h200.json)."""
+are over sooner than predicted (hopper_short_h200.json)."""
 AT_MOST_TRAINED = 1.5
 """The same where it is trained and visits by ranges: the gradients of packed documents (B 4, H 16, N 4096, D 64) take
 0.52 ms by kernels for Hopper, and 1.57 by portable ones (probes_h200.json)."""

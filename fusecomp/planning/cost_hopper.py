@@ -9,6 +9,7 @@ longest of products, special functions and the rest sets the time; of the others
 
 from __future__ import annotations
 
+from fusecomp.planning.cost import hbm_unfused
 from fusecomp.planning.equations import Equation, Model
 from fusecomp.planning.symbols import *
 
@@ -34,12 +35,6 @@ sfu_work = pairs * (1 + SFU)  # the exponential
 
 # Bytes: heads take turns in sections whose K and V stay in L2, so that each is read once
 hbm = HEADS * M * (Q_ROW + O_ROW) + KV_HEADS * REACHED * (K_ROW + V_ROW) + LOAD_UNIQUE
-hbm_unfused = (
-    HEADS * M * (Q_ROW + O_ROW)
-    + KV_HEADS * N * (K_ROW + V_ROW)
-    + HEADS * M * N * WIDTH * (4 + 2 * PASSES)
-    + LOAD_UNIQUE
-)
 moved = tiles * BLOCK_N * (K_ROW + V_ROW + LOAD * BLOCK_M)  # from L2 to multiprocessors
 held = WIDTH * (BLOCK_M * (D + Min(D, 128)) + 2 * STAGES * BLOCK_N * D)  # Q, O on its way out, K and V
 smem = held + 2 * LOAD * BLOCK_M * BLOCK_N  # two tiles of what is read for each pair
