@@ -61,9 +61,14 @@ def ranks_of(frame: Frame) -> dict[str, int]:
     return {"out": len(region.out_axes), **{o.name: len(o.shape) for o in region.operands}}
 
 
+def atom(body: str) -> str:
+    """A text to be multiplied or divided, in parentheses if it is more than a name or a number."""
+    return body if body.isidentifier() or body.isdigit() else f"({body})"
+
+
 def rounded_up(n: str, size: object) -> str:
     """How many tiles of that size n makes, on the host, where triton.cdiv takes longer than a grid of them."""
-    return f"-(-{n if n.isidentifier() or n.isdigit() else f'({n})'} // {size})"
+    return f"-(-{atom(n)} // {size})"
 
 
 def declared(params: Sequence[str]) -> Lines:

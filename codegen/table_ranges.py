@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from functools import partial, reduce
 
 from fusecomp.codegen.function import function
-from fusecomp.codegen.launcher import arguments, by_name, ranks_of, rounded_up, wrapped
+from fusecomp.codegen.launcher import arguments, atom, by_name, ranks_of, rounded_up, wrapped
 from fusecomp.codegen.printer import triton_text
 from fusecomp.codegen.program import decoded, factor
 from fusecomp.codegen.skeletons import fill
@@ -170,7 +170,7 @@ def _ends_of_axis(v: Var, names: tuple[str, str]) -> Pair:
 def _read(frame: TableFrame, side: Side, x: Load, ends: Pair, place: str, axis: str) -> Lines:
     """load0_0_low, load0_0_high = the least and the greatest of load0[...]"""
     names = frame.names.having({side.own: place, side.other: place})
-    at = [f"{_factor(triton_text(e, names))} * {x.tensor}_stride_{i}" for i, e in enumerate(x.index)]
+    at = [f"{atom(triton_text(e, names))} * {x.tensor}_stride_{i}" for i, e in enumerate(x.index)]
     wide = ".to(tl.int32)" if dtype_kind(x.dtype) == "bool" else ""
     value = f"tl.load({' + '.join([f'{x.tensor}_ptr', *at])}){wide}"
     low, high = (e.tensor for e in ends)  # type: ignore[attr-defined]
@@ -181,10 +181,6 @@ def _read(frame: TableFrame, side: Side, x: Load, ends: Pair, place: str, axis: 
         f"{stem} = {value}",
         f"{low}, {high} = tl.min({stem}, axis={axis}), tl.max({stem}, axis={axis})",
     ]
-
-
-def _factor(body: str) -> str:
-    return body if body.isidentifier() or body.isdigit() else f"({body})"
 
 
 def _decoded(frame: TableFrame) -> Lines:
