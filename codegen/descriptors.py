@@ -57,9 +57,9 @@ def _as_held(region: AttentionRegion) -> bool:
 
 
 def in_steps(dtype: str, strides: Sequence[int]) -> bool:
-    """Dense columns, and rows that begin at whole 16 bytes."""
+    """Dense columns of what products take, and rows that begin at whole 16 bytes."""
     *outer, last = strides
-    return last == 1 and not any(s * BYTES[dtype] % STEP for s in outer)
+    return dtype in BYTES and last == 1 and not any(s * BYTES[dtype] % STEP for s in outer)
 
 
 def _in_steps(region: AttentionRegion, strides: Sequence[Sequence[int]]) -> Iterator[bool]:

@@ -9,7 +9,7 @@ from functools import cache
 import torch
 
 from fusecomp.codegen import hopper_backward
-from fusecomp.codegen.copied import pair_loads
+from fusecomp.codegen.copied import copied
 from fusecomp.codegen.descriptors import in_steps
 from fusecomp.codegen.hopper_choice import planned as chosen
 from fusecomp.ir.region import AttentionRegion
@@ -38,7 +38,7 @@ def takes(match: Match, sizes: Mapping[str, int], options: Options) -> TilePlan 
     """Its plan of the match, if it runs it. Only where it is verified: the portable kernel is there if it disagrees."""
     asked = match.output.meta["val"].device.type == "cuda" and options.verify and not options.batch_invariant
     trained = bool(match.learned) and trains(match)
-    return planned(match.region, sizes, current(), trained) if asked and _in_steps(match) else None
+    return planned(match.region, sizes, current(), trained) if asked and laid_out(match) else None
 
 
 def trains(match: Match) -> bool:
@@ -64,10 +64,10 @@ def planned(
     return chosen(region, sizes, device, trained) if available() else None
 
 
-def _in_steps(match: Match) -> bool:
+def laid_out(match: Match) -> bool:
     """Whether what comes in blocks lies as descriptors want it, so that nothing is copied."""
     read = {a.operand for a in (match.region.products[0].q, match.region.products[0].k, match.region.v)}
-    read |= {x.tensor for x in pair_loads(match.region)}
+    read |= {x.tensor for x in copied(match.region)}
     tensors = [(o, n) for o, n in zip(match.region.operands, match.inputs, strict=True) if o.name in read]
     strides = [(o.dtype, example_of(n.meta["val"])[1]) for o, n in tensors]
     return all(in_steps(dtype, s) and all(s) for dtype, s in strides)
