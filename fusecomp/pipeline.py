@@ -72,11 +72,12 @@ def compile_graph(gm: GraphModule, values: Sequence[Any], options: Options) -> C
         captured = capture(gm, values)
     except CaptureError as error:
         return unread(gm, error, "declined")
-    written = write_out(captured)
-    entries, taken = list(plain_sdpa(captured)), set[Node]()
+    entries, taken = list[Entry](), set[Node]()
+    written = write_out(captured, lambda name, error: entries.append(unwritten(name, error, options)))
+    entries += plain_sdpa(captured)
     mark(captured, values)
     for found in recognise(captured):
-        entry = declined(found) if isinstance(found, Declined) else compile_match(captured, found, options)
+        entry = declined(found, options) if isinstance(found, Declined) else compile_match(captured, found, options)
         if entry.status == "fused" and isinstance(found, Match):
             taken.add(found.output)
         entries.append(entry)
@@ -273,8 +274,14 @@ def fallen_back(entry: Entry, reason: str, options: Options) -> Entry:
     return replace(entry, status="fallback", reason=reason, lowering="eager")
 
 
-def declined(found: Declined) -> Entry:
-    return Entry(0, "declined", found.place.where, found.place.source, reason=found.reason, advice=found.advice)
+def declined(found: Declined, options: Options) -> Entry:
+    entry = Entry(0, "declined", found.place.where, found.place.source, reason=found.reason, advice=found.advice)
+    return entry if found.error is None else fallen_back(entry, found.reason, options)
+
+
+def unwritten(name: str, error: Exception, options: Options) -> Entry:
+    """One rewriting failed: what it would have written out is read as the program has it."""
+    return fallen_back(Entry(0, "fallback"), f"`{name}` stopped with {type(error).__name__}: {error}", options)
 
 
 def plain_sdpa(module: GraphModule) -> Iterator[Entry]:

@@ -43,6 +43,8 @@ class Declined:
     place: Place
     anchor: Node
     advice: str = ""
+    error: Exception | None = None
+    """Of fusecomp itself, where that is why."""
 
 
 @dataclass
@@ -68,6 +70,8 @@ class Recogniser:
             return self.beside(anchor) or declined(d, anchor)
         except Decline as d:
             return declined(d, anchor)
+        except Exception as error:  # costs this candidate, and no other
+            return Declined(f"{type(error).__name__}: {error}", place(anchor), anchor, error=error)
 
     def beside(self, anchor: Node) -> Match | None:
         """The attention whose scores are read by other attentions too, and by nothing else: when all are fused, nobody

@@ -15,9 +15,11 @@ Each is of the program as the ones above left it. `graph.rewriting.put_back` giv
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from torch.fx import GraphModule
 
-from fusecomp.graph.rewriting import Written
+from fusecomp.graph.rewriting import Written, attempt
 from fusecomp.patterns.chains import unchain
 from fusecomp.patterns.dropout import seed_dropouts
 from fusecomp.patterns.folding import fold
@@ -31,6 +33,16 @@ from fusecomp.patterns.together import bring_together
 MEANINGS = (define, unchain, at_once, bring_together, join, renormalise, distribute, fold, seed_dropouts)
 
 
-def write_out(module: GraphModule) -> list[Written]:
-    """Write out every such call."""
-    return [written for meaning in MEANINGS for written in meaning(module)]
+def raised(_: str, error: Exception) -> None:
+    raise error
+
+
+def write_out(module: GraphModule, failed: Callable[[str, Exception], None] = raised) -> list[Written]:
+    """Write out every such call. A rewriting that stops with an error is told to `failed`; the others go on."""
+    found: list[Written] = []
+    for meaning in MEANINGS:
+        written, error = attempt(module, meaning)
+        found += written
+        if error is not None:
+            failed(meaning.__name__, error)
+    return found

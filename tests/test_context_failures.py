@@ -242,3 +242,28 @@ def test_scores_that_only_attentions_share_are_never_kept() -> None:
 def test_scores_that_somebody_else_needs_stay(fn: Callable[..., Any]) -> None:
     agree(fn, qkv(), fused=0)
     assert "read elsewhere too" in reasons(fn, qkv())[0]
+
+
+def test_an_error_in_one_rewriting_costs_what_it_rewrites(monkeypatch: pytest.MonkeyPatch) -> None:
+    from fusecomp.patterns import written
+
+    def stopping(module: Any) -> Any:
+        node = next(n for n in module.graph.nodes if "softmax" in str(n.target))
+        with module.graph.inserting_before(node):
+            module.graph.call_function(torch.ops.aten.neg.default, (node.args[0],))
+        yield from written.define(module)
+        broken()
+
+    monkeypatch.setattr(written, "MEANINGS", (stopping, *written.MEANINGS))
+    counts = agree(attend, qkv(), strict=False)
+    assert (counts["fused"], counts["fallbacks"]) == (1, 1)
+    assert reasons(attend, qkv()) == ["`stopping` stopped with RuntimeError: broken on purpose"]
+
+
+def test_an_error_in_reading_one_costs_that_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    from fusecomp.patterns import attention
+
+    build, first = attention.build, iter([True])
+    monkeypatch.setattr(attention, "build", lambda *a: broken() if next(first, False) else build(*a))
+    counts = agree(lambda q, k, v: attend(plain(q, k, v), k, v), qkv(), strict=False)
+    assert (counts["fused"], counts["fallbacks"]) == (1, 1)

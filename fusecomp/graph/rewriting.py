@@ -6,7 +6,7 @@ replaced in its turn, and so may its operands: the graph remembers what stands f
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -45,6 +45,22 @@ def write(call: Node, output: Node, parts: Sequence[Node] = ()) -> Written:
     """Let `output` stand for `call`, which leaves the graph with what nothing else reads."""
     stand_for(call, output)
     return Written(output, tuple(parts) or (output,), tuple(erased(call)))
+
+
+def attempt(
+    module: GraphModule, rewriting: Callable[[GraphModule], Iterator[Written]]
+) -> tuple[list[Written], Exception | None]:
+    """What a rewriting writes out, and the error that ended it: the call that it stopped at is as it was."""
+    before, written = set(module.graph.nodes), list[Written]()
+    try:
+        for one in rewriting(module):
+            written.append(one)
+    except Exception as error:
+        for node in reversed(list(module.graph.nodes)):
+            if node not in before and not node.users:
+                module.graph.erase_node(node)
+        return written, error
+    return written, None
 
 
 AS_READ = "fusecomp_as_read"
