@@ -7,6 +7,7 @@ axes decide: which is contracted, which is normalised. Spellings do not.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Container, Iterator
 from dataclasses import dataclass, field
 
@@ -24,6 +25,7 @@ from fusecomp.patterns.products import Found
 from fusecomp.patterns.reasons import no_weights, under_scores
 from fusecomp.patterns.weights import Weights, denominator, softmax_weights
 
+log = logging.getLogger(__name__)
 SOFTMAX = {"softmax", "_softmax", "special_softmax", "_safe_softmax", "log_softmax", "_log_softmax"}
 QUOTIENT = {"div", "true_divide", "divide", "div_"}
 PRODUCT = {"mul", "multiply", "mul_"}
@@ -71,6 +73,7 @@ class Recogniser:
         except Decline as d:
             return declined(d, anchor)
         except Exception as error:  # costs this candidate, and no other
+            log.debug("fusecomp failed to read an attention", exc_info=True)
             return Declined(f"{type(error).__name__}: {error}", place(anchor), anchor, error=error)
 
     def beside(self, anchor: Node) -> Match | None:

@@ -6,6 +6,7 @@ replaced in its turn, and so may its operands: the graph remembers what stands f
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,6 +17,7 @@ from torch.fx.node import map_arg
 from fusecomp.graph.facts import Facts
 from fusecomp.graph.modes import Modes, in_their_modes
 
+log = logging.getLogger(__name__)
 INSTEAD = "fusecomp_instead"
 """In the meta of a graph: {a node that left it: what stands for it}."""
 
@@ -56,6 +58,7 @@ def attempt(
         for one in rewriting(module):
             written.append(one)
     except Exception as error:
+        log.debug("fusecomp failed to rewrite a graph", exc_info=True)
         for node in reversed(list(module.graph.nodes)):
             if node not in before and not node.users:
                 module.graph.erase_node(node)
