@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import ast
 import os
-import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -32,8 +31,6 @@ import torch
 ALIGNED = 16
 """B: what Triton asks of a pointer that it calls aligned."""
 WIDE = 1 << 31
-TURN = 1.0
-"""Seconds of Python, while kernels are compiled, before another thread may interrupt it."""
 MOST = 128
 """Kernels kept of one function. Strides that change at every call keep none of them long."""
 _pointer, _dtype = methodcaller("data_ptr"), attrgetter("dtype")
@@ -49,10 +46,10 @@ class Launched(NamedTuple):
 
 
 class _Thread(threading.local):
-    """Of this thread, while its launches are collected: how long each kernel's text is, and what compiles it instead of
-    launching it; or each launch, None where Triton made it."""
+    """Of this thread, while its launches are collected: what compiles each kernel instead of launching it; or each
+    launch, None where Triton made it."""
 
-    wanted: list[tuple[int, Callable[[], object]]] | None = None
+    wanted: list[Callable[[], object]] | None = None
     launches: list[Launched | None] | None = None
 
 
@@ -79,35 +76,10 @@ def compiling(calls: Iterable[Callable[[], object]], device: torch.device) -> It
             call()
     finally:
         _thread.wanted = None
-    with ThreadPoolExecutor(max(1, min(len(wanted), os.cpu_count() or 1))) as pool, _turns:
-        for _, compiled in sorted(wanted, key=lambda w: -w[0]):  # the longest takes the longest
+    with ThreadPoolExecutor(max(1, min(len(wanted), os.cpu_count() or 1))) as pool:
+        for compiled in wanted:
             pool.submit(_attempt, device, compiled)
         yield
-
-
-class _Turns:
-    """While it is entered, a thread that runs Python goes on until it waits for something else. Kernels are parsed in
-    Python: of some that are parsed in turns of milliseconds all are late, of some that are parsed one by one the first
-    is in LLVM soon."""
-
-    def __init__(self) -> None:
-        self.lock, self.entered, self.before = threading.Lock(), 0, 0.0
-
-    def __enter__(self) -> None:
-        with self.lock:
-            if not self.entered:
-                self.before = sys.getswitchinterval()
-                sys.setswitchinterval(TURN)
-            self.entered += 1
-
-    def __exit__(self, *_: object) -> None:
-        with self.lock:
-            self.entered -= 1
-            if not self.entered:
-                sys.setswitchinterval(self.before)
-
-
-_turns = _Turns()
 
 
 def ahead() -> None:
@@ -179,7 +151,7 @@ class Launches:
     def launch(self, grid: tuple[int, ...], *args: Any, **options: Any) -> None:
         """Through Triton the first time, then as it was compiled."""
         if _thread.wanted is not None:
-            _thread.wanted.append((text_of(self.kernel), self._compiling(grid, args, options)))
+            _thread.wanted.append(self._compiling(grid, args, options))
             return
         tensors = self._pointers(args)
         if reduce(or_, map(_pointer, tensors), 0) % ALIGNED or max(self._lengths(args), default=0) >= WIDE:
@@ -209,17 +181,6 @@ class Launches:
             self.known.clear()
         if hasattr(compiled, "__getitem__"):
             self.known[key] = compiled
-
-
-def text_of(kernel: Any) -> int:
-    """Characters of a kernel and of the functions that it calls."""
-    found, waiting = set[Any](), [kernel]
-    while waiting:
-        function = waiting.pop()
-        found.add(function)
-        called = map(function.fn.__globals__.get, function.fn.__code__.co_names)
-        waiting += [f for f in called if hasattr(f, "src") and f not in found]
-    return sum(len(f.src) for f in found)
 
 
 def _picked(names: Sequence[str], wanted: set[str]) -> Callable[[Sequence[Any]], tuple[Any, ...]]:
