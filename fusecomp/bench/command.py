@@ -98,17 +98,19 @@ def _check_gpu(device: str) -> None:
 def _run(
     cases: Sequence[Case], peers: Sequence[Peer], missing: str, quick: bool, device: str, out: str | None
 ) -> Record:
-    """The record, written after each case."""
+    """The record, written after each case. A quick run times no peer that compiles for long."""
     import torch
 
+    from fusecomp.bench.ahead import compiled, waiting
     from fusecomp.bench.measure import records, steps
     from fusecomp.bench.record import Record, machine
     from fusecomp.bench.timing import Bench
 
     command = f"fusecomp {shlex.join(sys.argv[1:])}" if sys.argv[1:] else "fusecomp bench"
     about = machine(device) | {"command": command, **({"missing": missing} if missing else {})}
-    record = Record(about)
-    with _progress(steps(cases, peers)) as step:
+    record, ahead = Record(about), waiting(cases, peers) if device == "cuda" and not quick else []
+    with _progress(len(ahead) + steps(cases, peers)) as step:
+        about |= compiled(ahead, step)
         for record in records(cases, peers, Bench(torch.device(device), quick), about, step):
             if out is not None:
                 record.write(out)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field, replace
 
 import torch
 
@@ -19,6 +20,22 @@ from fusecomp.bench.timing import Bench, Launch, launch, peak, times
 
 Say = Callable[[str], None]
 """Told what is done next: once for each peer of a case, and once when timing begins."""
+
+
+@dataclass(frozen=True)
+class Clock:
+    """Seconds of the parts of a case."""
+
+    device: torch.device
+    seconds: dict[str, float] = field(default_factory=dict)
+
+    @contextmanager
+    def part(self, name: str) -> Iterator[None]:
+        begun = time.monotonic()
+        yield
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+        self.seconds[name] = round(time.monotonic() - begun, 2)
 
 
 @dataclass(frozen=True)
@@ -59,16 +76,17 @@ def measured(
     torch.manual_seed(0)
     torch._dynamo.reset()
     reset()
-    roofs = _roofs(case, bench, known)
+    roofs, clock = _roofs(case, bench, known), Clock(bench.device)
     try:
-        work, rows = _measured(case, [p for p in peers if case.mode in p.modes], bench, say)
+        work, rows = _measured(case, [p for p in peers if case.mode in p.modes], bench, say, clock)
     except torch.OutOfMemoryError as problem:
         work, rows = 0.0, (Row("the inputs", problem=said(problem)),)
     if bench.gpu:
         torch.cuda.empty_cache()
     shape = {name: value for name, value in asdict(case.shape).items() if value}
     rates, took = {r.protocol: r.rate for r in roofs}, round(time.monotonic() - begun, 1)
-    return Measured(case.name, case.mode, shape, work, "B" if case.reads else "FLOP", rates, rows, took), roofs
+    unit = "B" if case.reads else "FLOP"
+    return Measured(case.name, case.mode, shape, work, unit, rates, rows, took, clock.seconds), roofs
 
 
 def _roofs(case: Case, bench: Bench, known: Sequence[Ceiling]) -> Sequence[Ceiling]:
@@ -78,28 +96,35 @@ def _roofs(case: Case, bench: Bench, known: Sequence[Ceiling]) -> Sequence[Ceili
     return found or [reads(case.read_bytes, bench)]
 
 
-def _measured(case: Case, peers: Sequence[Peer], bench: Bench, say: Say) -> tuple[float, tuple[Row, ...]]:
+def _measured(
+    case: Case, peers: Sequence[Peer], bench: Bench, say: Say, clock: Clock
+) -> tuple[float, tuple[Row, ...]]:
     """FLOP or B of one launch, and a row for each peer that can say the variant."""
     with torch.set_grad_enabled(case.learns), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of SDPA, one for each reason why a backend cannot
-        drawn = sets(case, bench.device)
-        work = case.read_bytes if case.reads else case.flops(share(case, drawn[0]))
-        return work, _rows(case, peers, drawn, bench, say)
+        with clock.part("inputs"):
+            drawn = sets(case, bench.device)
+            work = case.read_bytes if case.reads else case.flops(share(case, drawn[0]))
+        return work, _rows(case, peers, drawn, bench, say, clock)
 
 
 def _rows(
-    case: Case, peers: Sequence[Peer], drawn: Sequence[Inputs], bench: Bench, say: Say
+    case: Case, peers: Sequence[Peer], drawn: Sequence[Inputs], bench: Bench, say: Say, clock: Clock
 ) -> tuple[Row, ...]:
     """A row for each peer that can say the variant."""
-    truth, entrants = exact(case, drawn[0]), []
-    for peer in peers:
-        say(f"{case.name}: {peer.name}")
-        entrants.append(entered(case, peer, drawn, truth, bench))
+    entrants = []
+    with clock.part("what is right"):
+        truth = exact(case, drawn[0])
+    with clock.part("first results"):
+        for peer in peers:
+            say(f"{case.name}: {peer.name}")
+            entrants.append(entered(case, peer, drawn, truth, bench))
     del truth
     found = {e.row.peer: e for e in entrants if e is not None}
     say(f"{case.name}: timing")
     for protocol in case.protocols(bench.device):
-        found = _timed(found, protocol, bench)
+        with clock.part(protocol):
+            found = _timed(found, protocol, bench)
     return tuple(entrant.row for entrant in found.values())
 
 

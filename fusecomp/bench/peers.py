@@ -46,6 +46,11 @@ class Peer:
         """Why it cannot run here; empty if it can."""
         return f"{self.name}: {lack}" if (lack := self.lacks()) else ""
 
+    @property
+    def compiles(self) -> bool:
+        """Whether it makes kernels for a case."""
+        return getattr(self.bind, "func", self.bind) in (compiled, flex)
+
 
 def eager(case: Case) -> Bind:
     return lambda x: lambda: case.variant.fn(*x.all)

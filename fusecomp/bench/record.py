@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -36,7 +36,7 @@ class Row:
     peak: int | None = None
     """B that one launch allocates above what is held."""
     first: float | None = None
-    """Seconds to the first result: compiling, autotuning, verifying."""
+    """Seconds to the first result: compiling what was not compiled ahead, autotuning, verifying."""
     problem: str = ""
     """Why it was not timed: wrong, or what it raised."""
     note: str = ""
@@ -66,6 +66,8 @@ class Measured:
     rows: tuple[Row, ...]
     seconds: float = 0.0
     """What the case took in all: compiling, autotuning, checking, timing."""
+    parts: Mapping[str, float] = field(default_factory=dict)
+    """Of which the inputs, what is right, the first results of all peers, and each protocol."""
 
     def row(self, peer: str) -> Row | None:
         return next((row for row in self.rows if row.peer == peer), None)
