@@ -5,6 +5,7 @@ from __future__ import annotations
 from fusecomp.codegen import turns
 from fusecomp.codegen.backward_frame import GradientFrame, Leaf
 from fusecomp.codegen.base2 import LOG2E
+from fusecomp.codegen.document import mathematics, tensors
 from fusecomp.codegen.source import names_read
 from fusecomp.ir.expr import Const, text
 from fusecomp.planning.backward import BackwardPlan
@@ -28,24 +29,18 @@ def constants(frame: GradientFrame, kernels: str) -> list[str]:
 def document(frame: GradientFrame, plan: BackwardPlan, key: str) -> list[str]:
     """The mathematics, what is read, the plans, and how to make this file again."""
     region = frame.region
-    shapes = [f"    {o.name:<10} [{', '.join(map(text, o.shape))}]  {o.dtype}" for o in region.operands]
-    named = [] if region.weight == Const(1.0) else [f"    W = {text(region.weight)}"]
-    weight = "W " if named else ""
+    weight = "" if region.weight == Const(1.0) else "W "
     return [
-        *str(region).splitlines()[1:],
-        *([f"    # {region.origin}  {region.source.strip()}"] if region.source else []),
+        *mathematics(region),
         "",
         "Its gradients, for dO the gradient of O:",
-        *named,
         "    P = exp(S - lse)",
         f"    dV = sum over queries of  {weight}P dO",
         f"    dS = P ({weight}dO V - delta),  delta = sum over dv of  O dO{' - dlse' if region.lse else ''}",
         "    dQ = sum over keys of  dS (dS/dscore) K,  dK = sum over queries of  dS (dS/dscore) Q",
         *(f"    d{leaf.load.tensor} = sum over its places of  {_share(leaf)}" for leaf in frame.leaves),
         "",
-        "Tensors, through run-time strides:",
-        *shapes,
-        f"    {'out':<10} [{', '.join(region.out_axes)}]  {region.out_dtype}, and grad_out",
+        *tensors(region, ", and grad_out"),
         "",
         *(_plan("dQ", plan.queries) if not plan.once else [ONCE]),
         *_plan("dK, dV", plan.keys),

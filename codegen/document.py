@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from textwrap import wrap
 
 from fusecomp.codegen.frame import Frame
-from fusecomp.ir.expr import text
+from fusecomp.ir.expr import Expr, text
 from fusecomp.ir.region import AttentionRegion, extent
 from fusecomp.planning.tile import Cost, TilePlan
+from fusecomp.planning.units import seconds
+
+WIDTH = 118
 
 
 def kernel_name(frame: Frame, key: str) -> str:
@@ -34,16 +38,11 @@ def title(region: AttentionRegion) -> str:
 
 
 def document(region: AttentionRegion, plan: TilePlan, key: str) -> list[str]:
-    """The mathematics, what is read, the plan and its predicted cost, and how to make this file again."""
-    shapes = [f"    {o.name:<10} [{', '.join(map(text, o.shape))}]  {o.dtype}" for o in region.operands]
-    out = f"    {'out':<10} [{', '.join(region.out_axes)}]  {region.out_dtype}"
+    """The user's line, the mathematics, what is read, the plan and its predicted cost, how to make this file again."""
     return [
-        *str(region).splitlines()[1:],
-        *([f"    # {region.origin}  {region.source.strip()}"] if region.source else []),
+        *mathematics(region),
         "",
-        "Tensors, through run-time strides:",
-        *shapes,
-        out,
+        *tensors(region),
         "",
         *_plan(plan),
         "",
@@ -52,23 +51,44 @@ def document(region: AttentionRegion, plan: TilePlan, key: str) -> list[str]:
     ]
 
 
+def mathematics(region: AttentionRegion) -> list[str]:
+    """The region below its title: the line that wrote it, then what it means."""
+    return [*([f"    # {region.source.strip()}"] if region.source else []), *str(region).splitlines()[1:]]
+
+
+def tensors(region: AttentionRegion, beside_out: str = "") -> list[str]:
+    """Name, shape and dtype of each tensor that the kernels read or write."""
+    lengths = {v.name: v.size for v in (*region.batch, region.q_idx, region.dv)}
+    named = {"q_idx": region.q_idx.size, "dv": region.dv.size, **lengths}
+    return [
+        "Tensors; strides and lengths are arguments, so that one compiled kernel serves all:",
+        *(_row(o.name, o.shape, o.dtype) for o in region.operands),
+        _row("out", [named[axis] for axis in region.out_axes], region.out_dtype) + beside_out,
+    ]
+
+
+def _row(name: str, shape: Sequence[Expr], dtype: str) -> str:
+    return f"    {name:<10} [{', '.join(map(text, shape))}]  {dtype}"
+
+
 def _plan(plan: TilePlan) -> Iterator[str]:
     """The tile, the schedule and what they are predicted to cost."""
     device = f" for {plan.device}" if plan.device else ""
-    pack = f", {plan.pack} query heads side by side" if plan.pack > 1 else ""
-    yield f"Plan{device}: {plan.skeleton}, tiles of {plan.block_m} rows x {plan.block_n} keys{pack},"
+    pack = f" ({plan.pack} query heads of {plan.block_m // plan.pack} queries)" if plan.pack > 1 else ""
     through = "; K and V through tensor descriptors" if plan.loads == "descriptor" else ""
     groups = f"{plan.consumers} groups of 4 warps that multiply and one warp that copies"
     who = groups if plan.consumers else f"{plan.warps} warps"
-    yield f"    {who}, {plan.stages} stages{through}."
+    tile = f"{plan.skeleton}, tiles of {plan.block_m} rows{pack} x {plan.block_n} keys"
+    yield from wrap(f"Plan{device}: {tile}, {who}, {plan.stages} stages{through}.", WIDTH, subsequent_indent="    ")
     if plan.visits != "bounds":
         where = "Tiles in which" if plan.visits == "table" else "Keys before the first and after the last tile in which"
-        yield f"{where} no query sees a key are not visited, and the longest run of tiles that every query sees whole"
-        yield "reads no mask: `list_visits` finds them in the mask's data, once for all launches that share it."
+        visited = f"{where} no query sees a key are not visited, and the longest run of tiles that every query sees"
+        found = "whole reads no mask: `list_visits` finds them in the mask's data, once for all launches that share it."
+        yield from wrap(f"{visited} {found}", WIDTH)
     if plan.cost is not None:
         yield _cost(plan.cost)
 
 
 def _cost(cost: Cost) -> str:
-    shared = f"{cost.smem_bytes:,} B of shared memory"
-    return f"Predicted at the lengths planned for: {cost.seconds * 1e6:.1f} us, bound by {cost.bound}; {shared}."
+    takes = f"{cost.smem_bytes:,} B of shared memory, {cost.registers} registers a thread"
+    return f"Predicted at the lengths planned for: {seconds(cost.seconds)}, bound by {cost.bound}; {takes}."

@@ -14,6 +14,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
 
+from fusecomp.ir.algebra import draws
 from fusecomp.ir.expr import Apply, Const, Expr, Largest, Load, Score, Size, Var, parts, text
 
 
@@ -209,7 +210,11 @@ def describe(region: AttentionRegion) -> Iterator[str]:
         yield f"    elsewhere S = {region.fill!r}; a row that sees no key {all_of_them} all of them"
     if region.sink is not None:
         yield f"    sink  {text(region.sink)}"
-    weights = "softmax(S)" if region.weight == Const(1.0) else f"({_clause(region.weight)} * softmax(S))"
+    if region.weight != Const(1.0):
+        yield f"    W = {text(region.weight)}"
+    if draws(region.weight):
+        yield "    random  32 uniform bits that depend on its arguments alone (Philox-4x32-7)"
+    weights = "softmax(S)" if region.weight == Const(1.0) else "(W * softmax(S))"
     empty = ", 0 where no key is seen" if region.empty_row == "zero" else ""
     yield f"    O = {weights} {region.v}{empty}"
     if region.lse:

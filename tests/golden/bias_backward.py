@@ -11,12 +11,12 @@ Its gradients, for dO the gradient of O:
     dQ = sum over keys of  dS (dS/dscore) K,  dK = sum over queries of  dS (dS/dscore) Q
     dload0 = sum over its places of  dS (dS/d(load0[q_idx, kv_idx]))
 
-Tensors, through run-time strides:
+Tensors; strides and lengths are arguments, so that one compiled kernel serves all:
     q          [B, M, 64]  bfloat16
     k          [B, N, 64]  bfloat16
     v          [B, N, 64]  bfloat16
     load0      [M, N]  bfloat16
-    out        [b, q_idx, dv]  bfloat16, and grad_out
+    out        [B, M, 64]  bfloat16, and grad_out
 
 Plan of dQ: tiles of 64 queries x 64 keys, 4 warps, 3 stages.
 Plan of dK, dV: tiles of 64 queries x 64 keys, 4 warps, 2 stages.

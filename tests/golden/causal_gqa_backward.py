@@ -11,11 +11,11 @@ Its gradients, for dO the gradient of O:
     dS = P (dO V - delta),  delta = sum over dv of  O dO
     dQ = sum over keys of  dS (dS/dscore) K,  dK = sum over queries of  dS (dS/dscore) Q
 
-Tensors, through run-time strides:
+Tensors; strides and lengths are arguments, so that one compiled kernel serves all:
     q          [B, H, M, 64]  bfloat16
     k          [B, 2, N, 64]  bfloat16
     v          [B, 2, N, 64]  bfloat16
-    out        [b, h, q_idx, dv]  bfloat16, and grad_out
+    out        [B, H, M, 64]  bfloat16, and grad_out
 
 Plan of dQ: tiles of 64 queries x 128 keys, 4 warps, 3 stages.
 Plan of dK, dV: tiles of 128 queries x 64 keys, 4 warps, 2 stages.

@@ -3,21 +3,22 @@
     score = sum_d q[b, h, q_idx, d] * k[b, h, kv_idx, d]
     S = score * 0.125
     keep  q_idx >= kv_idx
-    O = ((1.1111111111111112 if random(seed, H * b + h, q_idx, kv_idx) >= 429496730 else 0.0) * softmax(S)) v[b, h, kv_idx, dv]
+    W = 1.1111111111111112 if random(seed, H * b + h, q_idx, kv_idx) >= 429496730 else 0.0
+    random  32 uniform bits that depend on its arguments alone (Philox-4x32-7)
+    O = (W * softmax(S)) v[b, h, kv_idx, dv]
 
 Its gradients, for dO the gradient of O:
-    W = 1.1111111111111112 if random(seed, H * b + h, q_idx, kv_idx) >= 429496730 else 0.0
     P = exp(S - lse)
     dV = sum over queries of  W P dO
     dS = P (W dO V - delta),  delta = sum over dv of  O dO
     dQ = sum over keys of  dS (dS/dscore) K,  dK = sum over queries of  dS (dS/dscore) Q
 
-Tensors, through run-time strides:
+Tensors; strides and lengths are arguments, so that one compiled kernel serves all:
     q          [B, H, M, 64]  bfloat16
     k          [B, H, N, 64]  bfloat16
     v          [B, H, N, 64]  bfloat16
     seed       []  int64
-    out        [b, h, q_idx, dv]  bfloat16, and grad_out
+    out        [B, H, M, 64]  bfloat16, and grad_out
 
 Plan of dQ: tiles of 64 queries x 64 keys, 4 warps, 3 stages.
 Plan of dK, dV: tiles of 32 queries x 64 keys, 4 warps, 3 stages.
