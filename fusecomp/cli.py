@@ -26,7 +26,7 @@ from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from fusecomp.bench.command import bench
-from fusecomp.commands import io, kv, tiles
+from fusecomp.commands import Json, io, kv, tiles
 from fusecomp.errors import FusecompError, OptionError
 
 if TYPE_CHECKING:
@@ -44,10 +44,9 @@ for command in (tiles, io, kv, bench):
     app.command()(command)
 
 Name = Annotated[str, typer.Argument(metavar="FILE:FUNCTION", help="a function, or a factory of (model, args)")]
-Args = Annotated[list[str] | None, typer.Option("--arg", help="shape of one input: 2x4x96x64 or 2x4x96x64:bfloat16")]
+Args = Annotated[list[str] | None, typer.Option("--arg", help="shape of each input, or of all: 2x4x96x64:bf16")]
 Chosen = Annotated[list[str] | None, typer.Option("--option", "-o", help="KEY=VALUE, as in torch.compile's options")]
 On = Annotated[str | None, typer.Option("--on", help="cpu or cuda; default: where the model makes its tensors")]
-Json = Annotated[bool, typer.Option("--json", help="print JSON")]
 
 
 def main() -> None:

@@ -2,7 +2,8 @@
 
     FUNCTION may be                                       it runs with
     a factory: no arguments, returns (model, args)        those args (a tuple, one tensor, or a dict of keywords)
-    a function of tensors, or a model                     random tensors, of the shapes given with --arg, in order
+    a function of tensors, or a model                     random tensors, of the shapes given with --arg, in order;
+                                                          one --arg holds for all
     a function of no arguments                            nothing
 """
 
@@ -23,6 +24,7 @@ import torch
 from torch import Tensor
 
 from fusecomp.errors import TargetError
+from fusecomp.planning.units import DTYPES
 
 SHAPE = "2x4x96x64"
 """[B, H, N, D] of each tensor that a function takes, where the user gives no shapes."""
@@ -124,10 +126,10 @@ def _inputs(
     name: str, wanted: Sequence[inspect.Parameter], shapes: Sequence[str]
 ) -> tuple[tuple[Tensor, ...], dict[str, Tensor]]:
     """Random tensors, one for each shape or required argument: those by position, then those by keyword only."""
-    given = list(shapes) or [SHAPE] * len(wanted)
+    given = list(shapes) if len(shapes) > 1 else list(shapes or [SHAPE]) * (len(wanted) or len(shapes))
     if len(given) < len(wanted):
         names = ", ".join(p.name for p in wanted)
-        raise TargetError(f"{name} takes {names}: give --arg {len(wanted)} times, not {len(given)}")
+        raise TargetError(f"{name} takes {names}: give --arg once for all, or {len(wanted)} times, not {len(given)}")
     generator = torch.Generator().manual_seed(0)
     tensors = [_tensor(text, generator) for text in given]
     keywords = [p.name for p in wanted if p.kind is p.KEYWORD_ONLY]
@@ -138,9 +140,11 @@ def _inputs(
 def _tensor(text: str, generator: torch.Generator) -> Tensor:
     """ "2x4x96x64:bfloat16" as a tensor: normal floats, integers below 16, random truth values."""
     shape, _, dtype_name = text.partition(":")
-    dtype = getattr(torch, dtype_name or "float32", None)
-    if not isinstance(dtype, torch.dtype) or not all(n.isdecimal() for n in shape.split("x")):
+    if not all(n.isdecimal() for n in shape.split("x")):
         raise TargetError(f"--arg {text!r} is not SHAPE or SHAPE:DTYPE, such as {SHAPE}:bfloat16")
+    dtype = getattr(torch, DTYPES.get(dtype_name, dtype_name or "float32"), None)
+    if not isinstance(dtype, torch.dtype):
+        raise TargetError(f"--arg {text!r}: PyTorch has no dtype {dtype_name!r}{_near(dtype_name, list(DTYPES))}")
     sizes = [int(n) for n in shape.split("x")]
     try:
         if dtype.is_floating_point:

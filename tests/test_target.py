@@ -110,6 +110,11 @@ def test_arguments_of_every_kind_are_given(file: Callable[[str], str], name: str
     assert load(file(f"model.py:{name}"), ["1x5", "1x5"]).run().shape == (1, 5)
 
 
+def test_one_shape_holds_for_all(file: Callable[[str], str]) -> None:
+    target = load(file("model.py:attention"), ["1x2x8x4:bf16"])
+    assert [(a.shape, a.dtype) for a in target.args] == [((1, 2, 8, 4), torch.bfloat16)] * 3
+
+
 def test_a_model_is_a_function_of_its_forward_arguments(file: Callable[[str], str]) -> None:
     assert load(file("model.py:linear"), ["6x4"]).run().shape == (6, 4)
 
@@ -132,9 +137,9 @@ WRONG = {
     "is a class: name an object of it, or a factory of (model, args)": ("model.py:Scaled", ()),
     "is a folder, not a Python file": (".:attention", ()),
     "--arg '9999999x9999999x9999' cannot be made:": ("model.py:linear", ("9999999x9999999x9999",)),
-    "attention takes q, k, v: give --arg 3 times, not 1": ("model.py:attention", ("2x3",)),
+    "attention takes q, k, v: give --arg once for all, or 3 times, not 2": ("model.py:attention", ("2x3", "2x3")),
     "--arg '2by3' is not SHAPE or SHAPE:DTYPE, such as 2x4x96x64:bfloat16": ("model.py:linear", ("2by3",)),
-    "--arg '2x3:bf17' is not SHAPE or SHAPE:DTYPE": ("model.py:linear", ("2x3:bf17",)),
+    "--arg '2x3:bf17': PyTorch has no dtype 'bf17' (did you mean 'bf16'?)": ("model.py:linear", ("2x3:bf17",)),
     "takes no inputs, so --arg has no meaning": ("model.py:factory", ("2x3",)),
 }
 

@@ -102,7 +102,8 @@ def from_toml(path: str | Path) -> Device:
     try:
         held = tomllib.loads(Path(path).read_text())
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-        raise DeviceError(f"cannot read device file {path}: {error}") from error
+        why = getattr(error, "strerror", None) or error
+        raise DeviceError(f"cannot read device file {path}: {why}") from error
     base = _base(held.pop("like"), path) if "like" in held else None
     keys = {f.name: str(f.type) for f in fields(Device)}
     for key, value in held.items():

@@ -247,7 +247,7 @@ def _last_resort(costed: list[tuple[Tile, Cost]], budget: int) -> tuple[Tile, Co
     tile, cost = min(costed, key=lambda tc: (tc[1].smem_bytes, tc[1].registers))
     if cost.smem_bytes > budget:
         smallest = f"the smallest tile, {tile.block_m}x{tile.block_n} in {tile.stages} stage, needs {cost.smem_bytes} B"
-        raise PlanError(f"nothing fits in {budget} B of shared memory: {smallest}")
+        raise PlanError(f"nothing fits in {budget} B of shared memory: {smallest}; a smaller head size needs less")
     return tile, cost
 
 
