@@ -62,13 +62,14 @@ from fusecomp.ir.region import AttentionRegion
 from fusecomp.planning.backward import BackwardPlan
 from fusecomp.planning.tile import TilePlan
 
-VERSION = 7
+VERSION = 8
 """Part of every key: raise it when the same region and plan give another kernel."""
 
 OWN = frozenset({
     "m", "first_row", "query", "k_row", "k_tiles", "k_start", "k_last", "q_begin", "q_end", "member", "lse", "delta",
     "log_sum", "logit", "d_p", "d_score", "d_logit", "grads", "grad", "grad_out", "row_products", "query_gradient",
     "key_gradients", "weight", "grad_lse", "d_lse", "seen", "whole", "width", "key_tiles", "query_tiles",
+    "column", "k_column",
 }) | hopper_backward.NAMES  # fmt: skip
 """What the backward skeletons call their own variables, beside `RESERVED`."""
 

@@ -1,10 +1,13 @@
 """dK and dV: a program has a tile of keys of one KV head, and walks the queries that see them. (frame) -> lines.
 
-The tile is [BLOCK_N, BLOCK_M]: P^T and dS^T are left factors of the products that they enter. Heads that share the
-keys are summed inside the program, so that nothing is added atomically and the result is the same every time.
+The tile is [BLOCK_N, BLOCK_M]: P^T and dS^T are left factors of the products that they enter. Beside a bias it is
+[BLOCK_M, BLOCK_N], as the bias lies, and turned before them. Heads that share the keys are summed inside the program,
+so that nothing is added atomically and the result is the same every time.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 from fusecomp.codegen.backward_frame import GradientFrame
 from fusecomp.codegen.backward_memory import query_loads, query_values
@@ -75,18 +78,28 @@ def columns(frame: GradientFrame) -> Lines:
     size = triton_text(frame.kv_idx.size, frame.names)
     products = range(len(frame.region.products))
     chunks = [*(c for t in products for c in frame.d_chunks(t)), *frame.dv_chunks]
-    repeated = f"tl.minimum(n, {size} - 1 - k_start)"
+    repeated, turns = f"tl.minimum(n, {size} - 1 - k_start)", frame.queries_down
     return [
         "# Keys past the end repeat the last one, and are not stored",
         "n = tl.arange(0, BLOCK_N)[:, None]",
-        *([f"k_row = n if WHOLE else {repeated}  # then the compiler sees that keys lie beside each other"]
-          if reads_pairs(frame.region) else [f"k_row = {repeated}"]),
-        "kv_idx = k_start + k_row",
+        f"k_row = {vectors('n', repeated)}" if reads_pairs(frame.region) and not turns else f"k_row = {repeated}",
+        *(across(size) if turns else ["kv_idx = k_start + k_row"]),
         "kv_pos = kv_idx.to(tl.float32)",
         *fours(frame),
         "m = tl.arange(0, BLOCK_M)",
         *(f"{c.d} = {f'{c.first} + ' * bool(c.first)}tl.arange(0, {c.size})" for c in chunks),
     ]
+
+
+def across(size: str) -> Lines:
+    """The keys once more, across a tile."""
+    repeated = f"tl.minimum(column, {size} - 1 - k_start)"
+    column = "column = tl.arange(0, BLOCK_N)[None, :]"
+    return [column, f"k_column = {vectors('column', repeated)}", "kv_idx = k_start + k_column"]
+
+
+def vectors(all_inside: str, repeated: str) -> str:
+    return f"{all_inside} if WHOLE else {repeated}  # whole tiles are read in vectors"
 
 
 def member_name(frame: GradientFrame) -> str:
@@ -193,38 +206,55 @@ def rescue(frame: GradientFrame) -> Lines:
     ]
 
 
+def rows_of(frame: GradientFrame) -> str:
+    """How a vector over the queries meets a tile."""
+    return "[:, None]" if frame.queries_down else "[None, :]"
+
+
+def tile_products(frame: GradientFrame, made: Callable[[GradientFrame, str, str, str], Lines]) -> Lines:
+    """Q K^T or dO V^T as a tile lies."""
+    if frame.queries_down:
+        return made(frame, "{0}", "tl.trans({1})", "[BLOCK_M, BLOCK_N]")
+    return made(frame, "{1}", "tl.trans({0})", "[BLOCK_N, BLOCK_M]")
+
+
+def turned(frame: GradientFrame, tile: str) -> str:
+    """A tile as the left factor of a sum over queries."""
+    return f"tl.trans({tile})" if frame.queries_down else tile
+
+
 def _tile(frame: GradientFrame, tests: list[Expr], edge: bool, known: Lines | None = None) -> Lines:
     """dV += (weight P)^T dO;  dK_t += dscore_t^T Q_t. `known`: what is left to read where lse was read before."""
-    shape = "[BLOCK_N, BLOCK_M]"
     wanted = {x for e in read_by_tile(frame, tests) for x in parts(e)}
     values = query_values(frame, edge)
     named = [n for n, e in (*frame.element.hoisted, *frame.element.tiles) if e in wanted]
     body = [
         "query = tl.cast(q_start, tl.int64)",
-        "q_idx = q_start + m[None, :]",
+        f"q_idx = q_start + m{rows_of(frame)}",
         "q_pos = q_idx.to(tl.float32)",
         *([f"live = q_start + m < {triton_text(frame.q_idx.size, frame.names)}"] if edge and known is None else []),
         *query_loads(frame, edge, "q"),
-        *products_of(frame, "{1}", "tl.trans({0})", shape),
+        *tile_products(frame, products_of),
         "",
         *(line for line in values if line.split(" = ")[0] in named),
-        *kept(frame, wanted, "q_start + m[:, None]"),
+        *kept(frame, wanted, "q_start + m[:, None]", not frame.queries_down),
         *scores(frame),
         *mask(frame, tests, {}),
         *(known or row_values(frame, ROWS, "live" if edge else "")),
-        *probabilities(frame, "[None, :]"),
+        *probabilities(frame, rows_of(frame)),
         *weights(frame),
         "",
         *query_loads(frame, edge, "do"),
     ]
     pv = frame.region.pv_dtype
-    body += [accumulated(frame, c.name("dv_acc"), weighted(frame), c.name("do_tile"), pv) for c in frame.dv_chunks]
-    body += value_products(frame, "{1}", "tl.trans({0})", shape)
-    body += score_gradients(frame, "[None, :]")
+    left = turned(frame, weighted(frame))
+    body += [accumulated(frame, c.name("dv_acc"), left, c.name("do_tile"), pv) for c in frame.dv_chunks]
+    body += tile_products(frame, value_products)
+    body += score_gradients(frame, rows_of(frame))
     for t, c in _key_chunks(frame):
         dtype = frame.region.products[t].dtype
-        left = rounded(frame.d_name(t), dtype)
+        left = turned(frame, rounded(frame.d_name(t), dtype))
         body.append(accumulated(frame, c.name("dk_acc"), left, c.name("q_tile"), dtype))
     for leaf in frame.summed_along("keys"):
-        body.append(f"{leaf.name}_sum += tl.sum({leaf_gradient(frame, leaf)}, axis=1)")
+        body.append(f"{leaf.name}_sum += tl.sum({leaf_gradient(frame, leaf)}, axis={0 if frame.queries_down else 1})")
     return body

@@ -27,7 +27,12 @@ def _key_address(frame: GradientFrame, operand: str, a: Access) -> tuple[Address
     """Where an operand lies, and the tests of the keys that it has, where others lie elsewhere."""
     index, tests = own_keys(frame.key_access(a), frame.kv_idx)
     found = address(operand, index, frame.moving, frozenset({frame.kv_idx.name}))
-    return found, [f"({triton_text(t, frame.names)})" for t in tests]
+    return found, [f"({triton_text(t, _key_names(frame))})" for t in tests]
+
+
+def _key_names(frame: GradientFrame) -> Names:
+    """Of the keys that run down a tile of K or V."""
+    return frame.names.having({frame.kv_idx: "(k_start + k_row)"}) if frame.queries_down else frame.names
 
 
 def _at_keys(frame: GradientFrame, a: Address, stem: str) -> Lines:
@@ -37,7 +42,7 @@ def _at_keys(frame: GradientFrame, a: Address, stem: str) -> Lines:
 
 def _key_offsets(frame: GradientFrame, a: Address, d: Var, c: Chunk) -> str:
     offsets = sum_text(a.offsets, frame.names.having({frame.kv_idx: "k_row", d: f"{c.d}[None, :]"}), wide=False)
-    return " + ".join([*([sum_text(a.rows, frame.names, wide=True)] if a.rows else []), offsets])
+    return " + ".join([*([sum_text(a.rows, _key_names(frame), wide=True)] if a.rows else []), offsets])
 
 
 def key_tiles(frame: GradientFrame) -> Lines:
@@ -169,12 +174,13 @@ def _value(frame: GradientFrame, name: str, e: Expr, edge: bool) -> str:
     both = frozenset({frame.q_idx.name, frame.kv_idx.name})
     a = address(e.tensor, e.index, frame.moving, both)
     starts: dict[Expr, Expr] = {v: Var(n, v.size) for v, n in ((frame.q_idx, "query"), (frame.kv_idx, "k_start"))}
-    places = names.having({frame.q_idx: "m[None, :]", frame.kv_idx: "k_row"})
+    rows, columns = ("m[:, None]", "k_column") if frame.queries_down else ("m[None, :]", "k_row")
+    places = names.having({frame.q_idx: rows, frame.kv_idx: columns})
     pointer = [
         f"{e.tensor}_ptr",
         *_sum(frame, {**a.base, **at_tile(a.start, starts)}, ("query",)),
         *([sum_text(a.offsets, places, wide=False)] if a.offsets else []),
         *([sum_text(a.rows, names, wide=True)] if a.rows else []),
     ]
-    live = f", mask=live[None, :], other={frame.past_end(e)}" if edge and frame.q_idx.name in variables(e) else ""
+    live = f", mask=live{rows[1:]}, other={frame.past_end(e)}" if edge and frame.q_idx.name in variables(e) else ""
     return f"{name} = tl.load({' + '.join(pointer)}{live}){widened(e.dtype)}"

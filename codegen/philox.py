@@ -44,10 +44,11 @@ def fours(frame: Frame) -> Lines:
     return ["four = tl.arange(0, BLOCK_N // 4)[None, :]"] if frame.element.drawn else []
 
 
-def kept(frame: Frame, exprs: Iterable[Expr], turned: str = "") -> Lines:
-    """kept_tile, for the dropouts in `exprs`. `turned`: the rows, where a tile has the keys first."""
+def kept(frame: Frame, exprs: Iterable[Expr], rows: str = "", turned: bool = False) -> Lines:
+    """kept_tile, for the dropouts in `exprs`. `rows`: what they are, where they have no name; `turned`: the keys come
+    first."""
     wanted = {x for e in exprs for x in parts(e)}
-    names = frame.names.having({frame.q_idx: turned}) if turned else frame.names
+    names = frame.names.having({frame.q_idx: rows}) if rows else frame.names
     lines = []
     for name, x in frame.element.drawn:
         if x in wanted:

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 from gradients import agree, qkv
 from kernels import Interpreter, tiles
-from regions import B, H, attention, b, h, kv_idx, q_idx, score
+from regions import B, H, M, N, attention, b, h, kv_idx, load, q_idx, score
 from test_codegen import normal
 
 from fusecomp.codegen.backward_exact import Fixed, require_gradients
@@ -99,15 +99,18 @@ def test_other_bounds_stay(e: Expr) -> None:
     assert own_keys((e,), kv_idx) == ((e,), ())
 
 
-def test_keys_in_unequal_steps(interpreter: Interpreter) -> None:
+def in_rows_of_four() -> AttentionRegion:
     """Keys and values in rows of four, which lie apart."""
     r = attention(score)
     place = (apply("floordiv", kv_idx, Const(4)), apply("mod", kv_idx, Const(4)))
     k, v = (replace(o, shape=(B, H, Const(10), Const(4), Const(16))) for o in r.operands[1:])
     keys, values = Access("k", (b, h, *place, r.products[0].d)), Access("v", (b, h, *place, r.dv))
-    r = replace(r, operands=(r.operands[0], k, v), products=(replace(r.products[0], k=keys),), v=values)
+    return replace(r, operands=(r.operands[0], k, v), products=(replace(r.products[0], k=keys),), v=values)
+
+
+def test_keys_in_unequal_steps(interpreter: Interpreter) -> None:
     apart = [normal(2, 3, 10, 9, 16)[:, :, :, :4] for _ in range(2)]
-    agree(interpreter, r, [qkv(16)[0], *apart], {**SIZES, "N": 40})
+    agree(interpreter, in_rows_of_four(), [qkv(16)[0], *apart], {**SIZES, "N": 40})
 
 
 def test_gradients_are_zero_where_no_key_reads_them(interpreter: Interpreter) -> None:
@@ -118,3 +121,25 @@ def test_gradients_are_zero_where_no_key_reads_them(interpreter: Interpreter) ->
     shorter = {**SIZES, "N": FIRST + REST - 2}
     args = [*qkv(16, n=FIRST)[:2], normal(2, 3, FIRST + REST - 2, 16), normal(2, 3, 23, 16), normal(2, 3, REST, 16)]
     agree(interpreter, replace(region, keep=()), args, shorter, fixed=(("N", FIRST + REST - 2),))
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# Beside a bias, where queries run down a tile: K and V keep their own keys
+
+
+def beside_a_bias(region: AttentionRegion) -> AttentionRegion:
+    """S + bias[h, q_idx, kv_idx]"""
+    bias = Operand("bias", (H, M, N), "float32")
+    s = apply("add", region.score, replace(load(0, h, q_idx, kv_idx), tensor="bias"))
+    return replace(region, score=s, operands=(*region.operands, bias))
+
+
+def test_two_tensors_of_keys_beside_a_bias(interpreter: Interpreter) -> None:
+    q, k, _ = qkv(16, n=FIRST)
+    args = [q, k, normal(2, 3, FIRST + REST, 16), normal(2, 3, 23, 16), normal(2, 3, REST, 16), normal(3, 23, 37)]
+    agree(interpreter, beside_a_bias(own(choice(before, score, HALF))), args, SIZES, learn=["bias"], fixed=FIXED)
+
+
+def test_keys_in_unequal_steps_beside_a_bias(interpreter: Interpreter) -> None:
+    args = [qkv(16)[0], *(normal(2, 3, 10, 9, 16)[:, :, :, :4] for _ in range(2)), normal(3, 23, 40)]
+    agree(interpreter, beside_a_bias(in_rows_of_four()), args, {**SIZES, "N": 40}, learn=["bias"])
