@@ -292,6 +292,24 @@ def test_a_mask_of_numbers_is_drawn_with_both_values() -> None:
     assert 0 < int((mask == 0).sum()) < mask.numel()
 
 
+def test_labels_are_drawn_alike() -> None:
+    """Parts of windows (Swin) told by numbers: else one key had all the weight, and no gradient was left to judge."""
+
+    def fn(q: Tensor, k: Tensor, v: Tensor, labels: Tensor, bias: Tensor) -> Tensor:
+        apart = labels - labels[:, None]
+        s = scores(q, k) + apart.masked_fill(apart != 0, -100.0).masked_fill(apart == 0, 0.0) + bias
+        return s.softmax(-1) @ v
+
+    (match,) = candidates(fn, *draw(lambda d: [d(2, 3, 21, 16)] * 3), torch.ones(21), torch.ones(21, 21))
+    assert isinstance(match, Match)
+    examples = [inputs.example_of(n.meta["val"]) for n in match.inputs]
+    drawn = inputs.draw(match.region, examples, {"B": 2, "H": 3, "M": 21, "N": 21}, torch.device("cpu"))
+    (labels,) = [x for x in drawn if x.dim() == 1]
+    (bias,) = [x for x in drawn if x.shape == (21, 21)]
+    assert labels.equal(labels.round())
+    assert not bias.equal(bias.round())  # only what is compared
+
+
 def test_no_indices_inside_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     region = attention()
     examples = [((2, 3, n, 16), (3 * n * 16, n * 16, 16, 1), torch.float32) for n in (13, 21, 21)]

@@ -38,12 +38,14 @@ def draw(
     it; from 1 on where 0 does too. Raises VerificationError where no such integers are found."""
     names, most = [o.name for o in region.operands], max([*sizes.values(), 2]) + 1
     compared, truths, far = dict(compared_with(region)), frozenset(complemented(region)), frozenset(divisors(region))
+    labels = frozenset(alike(region))
     quantised = {a.operand for p in region.products for a in (p.k, region.v)}
     spans = {n: FEW if n in quantised else range(most) for n in names}
     while True:
         generator = torch.Generator(device=device).manual_seed(seed)
         tensors = [_draw(e, spans[n], compared.get(n), generator, device) for n, e in zip(names, examples, strict=True)]
         tensors = [truth(x, generator) if n in truths else x for n, x in zip(names, tensors, strict=True)]
+        tensors = [label(x) if n in labels else x for n, x in zip(names, tensors, strict=True)]
         tensors = [off_zero(x) if n in far else x for n, x in zip(names, tensors, strict=True)]
         wild = leaving(region, tensors, sizes)
         if not wild:
@@ -82,16 +84,28 @@ def _fill(extent: int, dtype: torch.dtype, span: range, generator: torch.Generat
     return torch.randint(span.start, span.stop, (extent,), **options).to(dtype)
 
 
+def elements(x: Tensor) -> Tensor:
+    """The memory of a tensor, each element once, however it is expanded."""
+    return x.as_strided((1 + sum((n - 1) * s for n, s in zip(x.shape, x.stride(), strict=True)),), (1,))
+
+
 def truth(x: Tensor, generator: torch.Generator) -> Tensor:
     """0 or 1 in the place of each element of x."""
-    own = x.as_strided((1 + sum((n - 1) * s for n, s in zip(x.shape, x.stride(), strict=True)),), (1,))
+    own = elements(x)
     own.copy_(torch.rand(own.shape, generator=generator, device=x.device) >= MASKED)
+    return x
+
+
+def label(x: Tensor) -> Tensor:
+    """Floats rounded to whole numbers."""
+    if x.is_floating_point() and x.numel():
+        elements(x).round_()
     return x
 
 
 def off_zero(x: Tensor) -> Tensor:
     """Floats moved away from 0: a norm or a temperature is not near it, and quotients by what is have large errors."""
-    own = x.as_strided((1 + sum((n - 1) * s for n, s in zip(x.shape, x.stride(), strict=True)),), (1,))
+    own = elements(x)
     if x.is_floating_point() and own.numel():
         own += torch.where(own < 0, -OFF_ZERO, OFF_ZERO)
     return x
@@ -128,6 +142,15 @@ def complemented(region: AttentionRegion) -> Iterator[str]:
             match x:
                 case Apply("sub", (Const(1 | 1.0), Load(tensor) | Cast(Load(tensor)))):
                     yield tensor
+
+
+def alike(region: AttentionRegion) -> Iterator[str]:
+    """The operands of which two elements are tested for being alike: they hold labels; random values never are."""
+    for e in region.expressions():
+        for x in parts(e):
+            if isinstance(x, Apply) and x.op in ("eq", "ne"):
+                reads = {y for y in parts(x) if isinstance(y, Load)}
+                yield from (y.tensor for y in reads if len(reads) > 1)
 
 
 def divisors(region: AttentionRegion) -> Iterator[str]:
