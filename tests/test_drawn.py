@@ -1,0 +1,74 @@
+"""What verification draws for the operands of a region."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import pytest
+import torch
+from corpus.table import Draw, qkv, scores
+from recognising import candidates
+from regions import attention
+from torch import Tensor
+
+from fusecomp.errors import VerificationError
+from fusecomp.patterns.build import Match
+from fusecomp.running import inputs
+
+SIZES = {"B": 2, "H": 3, "M": 13, "N": 21}
+
+
+def draw(build: Callable[..., Sequence[Tensor]] = qkv) -> list[Tensor]:
+    return list(build(Draw(torch.float32, "cpu", 1)))
+
+
+def operands(match: object, sizes: dict[str, int]) -> list[Tensor]:
+    assert isinstance(match, Match)
+    examples = [inputs.example_of(n.meta["val"]) for n in match.inputs]
+    return inputs.draw(match.region, examples, sizes, torch.device("cpu"))
+
+
+def test_indices_that_are_drawn_stay_inside_what_they_index() -> None:
+    def fn(q: Tensor, k: Tensor, v: Tensor, table: Tensor, at: Tensor, lengths: Tensor) -> Tensor:
+        s = scores(q, k) + table[at]
+        return s.masked_fill(torch.arange(21) >= lengths[:, None, None, None], -1e9).softmax(-1) @ v
+
+    args = [*draw(), torch.randn(4), torch.randint(0, 4, (21,)), torch.tensor([3, 21])]
+    (match,) = candidates(fn, *args)
+    drawn = [x for x in operands(match, SIZES) if x.dtype == torch.int64]
+    at, lengths = sorted(drawn, key=lambda x: -x.numel())
+    assert at.max() < 4
+    assert lengths.max() > 4  # only what indexes is kept small
+
+
+def test_a_mask_of_numbers_is_drawn_with_both_values() -> None:
+    def fn(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+        return scores(q, k).masked_fill(mask == 0, -1e9).softmax(-1) @ v
+
+    (match,) = candidates(fn, *draw(), torch.ones(13, 21))
+    *_, mask = operands(match, SIZES)
+    assert 0 < int((mask == 0).sum()) < mask.numel()
+
+
+def test_labels_are_drawn_alike() -> None:
+    """Parts of windows (Swin) told by numbers: else one key had all the weight, and no gradient was left to judge."""
+
+    def fn(q: Tensor, k: Tensor, v: Tensor, labels: Tensor, bias: Tensor) -> Tensor:
+        apart = labels - labels[:, None]
+        s = scores(q, k) + apart.masked_fill(apart != 0, -100.0).masked_fill(apart == 0, 0.0) + bias
+        return s.softmax(-1) @ v
+
+    (match,) = candidates(fn, *draw(lambda d: [d(2, 3, 21, 16)] * 3), torch.ones(21), torch.ones(21, 21))
+    drawn = operands(match, {**SIZES, "M": 21})
+    (labels,) = [x for x in drawn if x.dim() == 1]
+    (bias,) = [x for x in drawn if x.shape == (21, 21)]
+    assert labels.equal(labels.round())
+    assert not bias.equal(bias.round())  # only what is compared
+
+
+def test_no_indices_inside_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    region = attention()
+    examples = [((2, 3, n, 16), (3 * n * 16, n * 16, 16, 1), torch.float32) for n in (13, 21, 21)]
+    monkeypatch.setattr(inputs, "leaving", lambda *_: {"q"})
+    with pytest.raises(VerificationError, match="no random values of q stay inside the tensor they index"):
+        inputs.draw(region, examples, SIZES, torch.device("cpu"))
