@@ -30,7 +30,7 @@ def exponential(e: Expr) -> Exponential | None:
     match e:
         case Cast(x, dtype) if dtype_kind(dtype) == "float":
             return exponential(x)
-        case Apply("abs", (x,)) if (found := exponential(x)) and not found.factors:
+        case Apply("abs", (x,)) if (found := exponential(x)) and all(map(is_choice, found.factors)):
             return found
         case Apply("exp", (Apply("log", (x,)),)):
             return exponential(x) or Exponential(e.args[0])

@@ -1,15 +1,18 @@
-"""Reads of one tensor at the places that another names, as index arithmetic: tables, slots, ids."""
+"""Reads of one tensor at the places that another names, as index arithmetic: tables, slots, ids; and one number written
+where another is true."""
 
 from __future__ import annotations
 
 import torch
 from torch.fx import Node
 
-from fusecomp.graph.facts import op_name, shape, size_expr, value
+from fusecomp.graph.facts import dtype, op_name, shape, size_expr, value
 from fusecomp.graph.learning import learns
-from fusecomp.ir.algebra import ONE, apply
+from fusecomp.ir.algebra import ONE, ZERO, apply
 from fusecomp.ir.expr import Expr
 from fusecomp.patterns.lift import Index, Lift, argument, axis, broadcast, rule
+from fusecomp.patterns.rounding import retyped, stored, truth
+from fusecomp.patterns.spellings import same_kind
 from fusecomp.patterns.views import replaced, unravel, wrapped
 
 
@@ -84,3 +87,18 @@ def embedded(lift: Lift, node: Node, index: Index) -> Expr | None:
         return None
     at = lift.lift(ids, index[:-1])
     return lift.lift(table, (at, index[-1])) if lift.indexes(at) else None
+
+
+@rule("index_put")
+def put(lift: Lift, node: Node, index: Index) -> Expr | None:
+    """x[:, m] = c: c where m holds, x elsewhere. Positions, or more than one number, are not followed."""
+    x, indices, number = node.args[:3]
+    masks = [(k, m) for k, m in enumerate(indices) if m is not None]
+    if argument(node, 3, "accumulate", False) or value(number).numel() != 1:
+        return None
+    if [dtype(m) for _, m in masks] != ["bool"]:
+        return None
+    start, m = masks[0]
+    there = truth(lift.lift(m, index[start : start + len(shape(m))]))
+    c = retyped(lift.lift(number, (ZERO,) * len(shape(number))), dtype(node))
+    return stored(apply("where", there, *same_kind(c, lift.lift(x, index))), dtype(node))

@@ -2,7 +2,7 @@
 
     exp(a) / sum_j exp(a_j)              softmax(a)
     exp(log(exp(a) / sum_j exp(a_j)))    softmax(a)            log_softmax(a).exp()
-    exp(a - log sum_j exp(a_j))          softmax(a)            exp(a - logsumexp(a))
+    exp(a - log sum_j exp(a_j))          softmax(a)            exp(a - logsumexp(a)), and the same in base 2
     exp(a - m) / sum_j exp(a_j - m)      softmax(a)            for any m that is the same for every key
     c exp(a) / sum_j c_j exp(a_j)        softmax(c ? a : -inf) for a choice c between 1 and 0; key-free factors cancel
     exp(a) / (exp(t) + sum_j exp(a_j))   softmax with sink t   cat([a, t]) cut off again; + 1 is t = 0
@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import partial, reduce
+from math import log
 
 from fusecomp.ir.algebra import ZERO, apply, const, log_add_exp, substitute
 from fusecomp.ir.expr import Apply, Cast, Const, Expr, Largest, Reduce, Var, dtype_kind, parts, variables
@@ -37,6 +38,7 @@ from fusecomp.patterns.lift import Decline
 from fusecomp.patterns.masks import conjuncts, split
 from fusecomp.patterns.normalisers import Row, follows_fill, guarded, settled, sunk, unguarded
 
+LOG2 = log(2.0)
 MOST_EXTRAS = 8
 """Entries of the normaliser that are not keys: a sink is one."""
 OTHER_ZEROS = (
@@ -77,6 +79,8 @@ def softmax_weights(e: Expr, key: Var) -> Weights | None:
             return softmax_weights(x, key)
         case Apply("exp", (Apply("sub", (a, c)),)) if found := log_normalised(a, c, key):
             return found
+        case Apply("exp", (Apply("mul", (Apply("sub", (a, c)), Const(f))),)) if f == LOG2:
+            return log_normalised(a, c, key, "log2", f)
         case Apply("mul", (x, w)) if not reduces(w):
             return scaled(softmax_weights(x, key), w)
         case Apply("mul", (w, x)) if not reduces(w):
@@ -268,15 +272,16 @@ def logit(extra: Expr, shift: Expr | None) -> Expr:
                   advice="add the exponential of a number, or of a logit for each head or query")  # fmt: skip
 
 
-def log_normalised(a: Expr, c: Expr, key: Var) -> Weights | None:
-    """exp(a - c) with c = log sum_j exp(a_j), or c = m + log sum_j exp(a_j - m), or a sink beside either."""
+def log_normalised(a: Expr, c: Expr, key: Var, log: str = "log", per: float = 1.0) -> Weights | None:
+    """exp(a - c) with c = log sum_j exp(a_j), or c = m + log sum_j exp(a_j - m), or a sink beside either. `per` is the
+    natural logarithm of the base of both."""
     found = None
     if (inner := unguarded(c)) is not None:
-        whole = log_normalised(a, inner, key)
+        whole = log_normalised(a, inner, key, log, per)
         return whole and replace(whole, scores=sunk(whole.scores, c), empty_row="zero")
     match c:
-        case Apply("log", (total,)):
-            found = normalised(apply("exp", a), total, key)
-        case Apply("add", (m, Apply("log", (total,)))) | Apply("add", (Apply("log", (total,)), m)):
-            found = normalised(apply("exp", apply("sub", a, m)), total, key)
+        case Apply(op, (total,)) if op == log:
+            found = normalised(apply("exp", apply("mul", a, const(per))), total, key)
+        case Apply("add", (m, Apply(op, (total,)))) | Apply("add", (Apply(op, (total,)), m)) if op == log:
+            found = normalised(apply("exp", apply("mul", apply("sub", a, m), const(per))), total, key)
     return found and replace(found, subtracted=True)

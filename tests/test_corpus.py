@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from corpus import (
+    assigned,
     calls,
     dense,
     extended,
@@ -36,6 +37,7 @@ from corpus import (
     pieces,
     score,
     spelled,
+    totals,
     twins,
     written,
 )
@@ -50,7 +52,7 @@ LONG = (
     paged_near_writes, paged_near_served, paged_shared, families,
 )  # fmt: skip
 TABLES = (*LONG, spelled, masked, packed, written, twins, idioms, logsums, extended, functions,
-          normalised, calls, pieces, online)  # fmt: skip
+          normalised, calls, pieces, online, assigned, totals)  # fmt: skip
 
 QUICK = {
     "mul_scale", "exp_over_sum", "einsum_bqhd", "k_permuted_straight_equal_axes", "bmm_scaled", "diffusers_baddbmm",

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import sys
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any
 
@@ -24,7 +25,7 @@ from torch.fx.node import base_types
 from torch.utils import _pytree as pytree
 
 from fusecomp.errors import CaptureError
-from fusecomp.graph.facts import KEPT, erase_dead, op_name, recorded_value, word
+from fusecomp.graph.facts import KEPT, erase_dead, op_name, recorded_value, word, written_arguments
 from fusecomp.graph.levels import written_out
 from fusecomp.graph.recordings import Unusual, described
 from fusecomp.graph.repeats import expanded, repetitive
@@ -146,6 +147,7 @@ def traced_whole(gm: GraphModule, values: Sequence[Any]) -> GraphModule:
         traced = make_fx(run, pre_dispatch=True)(*values)
     traced.graph.set_codegen(copy.copy(gm.graph._codegen))
     views_apart(traced.graph)
+    writes_apart(traced.graph)
     without_dead_code(traced)
     return traced
 
@@ -161,6 +163,26 @@ def views_apart(graph: Graph) -> None:
         if name in VIEWS_IN_PLACE and all(order[u] <= order[node] for u in node.args[0].users):
             overload = "int" if name == "transpose_" else node.target._overloadname
             node.target = getattr(getattr(torch.ops.aten, name[:-1]), overload)
+
+
+def writes_apart(graph: Graph) -> None:
+    """A write into x[:, :] as one into x, which is read under the name of what was written from then on: with symbolic
+    lengths PyTorch takes every slice of x[:, :, mask] = c, though it takes all of x."""
+    order = {n: i for i, n in enumerate(graph.nodes)}
+    for node in graph.nodes:
+        target = node.args[0] if node.args else None
+        source = target
+        while isinstance(source, Node) and takes_all(source):
+            source = source.args[0]
+        if source is not target and source.op == "call_function" and written_arguments(node) == [target]:
+            node.args = (source, *node.args[1:])
+            for user in [u for u in source.users if order[u] > order[node]]:
+                user.replace_input_with(source, node)
+
+
+def takes_all(node: Node) -> bool:
+    """Whether `node` is x[:] of some axis."""
+    return op_name(node) == "slice" and node.args[2:] in ((0, sys.maxsize), (None, sys.maxsize), (0, sys.maxsize, 1))
 
 
 def without_dead_code(module: GraphModule) -> None:

@@ -1,0 +1,73 @@
+"""Softmaxes by hand whose normaliser is spelled as a norm, as a product, or in another base."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from corpus.table import Table, places, scores, square
+from torch import Tensor
+
+CASES = Table()
+LOG2_E = 1.4426950408889634
+
+
+def rows(s: Tensor) -> Tensor:
+    return s.amax(-1, keepdim=True)
+
+
+@CASES.fuse()
+def in_base_two(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    s = scores(q, k) * LOG2_E
+    total = torch.log2(torch.exp2(s - rows(s)).sum(-1, keepdim=True)) + rows(s)
+    return torch.exp2(s - total) @ v
+
+
+@CASES.fuse()
+def in_base_two_without_a_maximum(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    s = scores(q, k)
+    return torch.exp2(s - s.exp2().sum(-1, keepdim=True).log2()) @ v
+
+
+@CASES.fuse(square)
+def norm_of_masked_exponentials(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    i, j = places(q, k)
+    s = scores(q, k)
+    e = torch.exp(s - rows(s.masked_fill(j > i, -torch.inf))) * (j <= i)
+    return F.normalize(e, p=1, dim=-1) @ v
+
+
+# ----------------------------------------------------------------------------------------------------------------
+# Other functions
+
+
+@CASES.decline(square)
+def two_bases(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    s = scores(q, k)
+    return torch.exp2(s - s.exp2().sum(-1, keepdim=True).log()) @ v
+
+
+@CASES.decline(square)
+def logarithm_to_another_base(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    s = scores(q, k)
+    return torch.exp(s - s.exp().sum(-1, keepdim=True).log2()) @ v
+
+
+@CASES.decline(square, "the normaliser is kept above 1e-12")
+def norm_below_the_greatest_of_all(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """A row's sum may be less than 1e-12 where a masked score is the largest."""
+    i, j = places(q, k)
+    s = scores(q, k)
+    return F.normalize(torch.exp(s - rows(s)) * (j <= i), p=1, dim=-1) @ v
+
+
+@CASES.decline(square)
+def norm_of_the_exponentials_times_a_tensor(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """What may be negative is not its own absolute value."""
+    s = scores(q, k)
+    return F.normalize(torch.exp(s - rows(s)) * k[..., 0].unsqueeze(-2), p=1, dim=-1) @ v
+
+
+@CASES.decline(square)
+def euclidean_norm(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    s = scores(q, k)
+    return F.normalize(torch.exp(s - rows(s)), p=2, dim=-1) @ v
