@@ -54,11 +54,15 @@ def end_name(frame: GradientFrame) -> str:
     return "q_end" if frame.rows_reach.upper or frame.ranged else triton_text(frame.q_idx.size, frame.names)
 
 
+LAST_QUERIES = "The last queries, where they do not fill a tile"
+
+
 def edge_loop(frame: GradientFrame) -> Lines:
     """The tiles of [q_begin, q_end) outside [full_begin, full_end)."""
     if begin_name(frame) == "0":
+        bounded = frame.rows_reach.upper or frame.ranged
         return [
-            "# The tiles that the mask or the end of the queries cuts",
+            f"# {'The tiles that the mask or the end of the queries cuts' if bounded else LAST_QUERIES}",
             f"for q_start in range(full_end, {end_name(frame)}, BLOCK_M):",
         ]
     return [

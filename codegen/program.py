@@ -32,7 +32,7 @@ def batch_axes(frame: Frame) -> Lines:
         start = f"q_start = (q_tiles - 1 - inside // turns) * {frame.rows_per_tile_name}"
         return [*lines, WHY, *taken, start, *decoded(frame)]
     if frame.heavy_last or frame.tabled:
-        lines.append("# The tile with most keys first: the grid's tail is short")
+        lines.append("# The tiles with most keys first: the grid ends with short ones")
         tile = f"(q_tiles - 1 - {tile})"
     lines.append(f"q_start = {tile} * {frame.rows_per_tile_name}")
     return [*lines, "outer = tl.cast(program // q_tiles, tl.int64)", *decoded(frame)]
@@ -130,11 +130,15 @@ def whole_tiles(frame: Frame) -> Lines:
     return [*([said] if bounded else []), *full_range(frame)]
 
 
+LAST_KEYS = "The last keys, where they do not fill a tile"
+
+
 def edge_loop(frame: Frame) -> Lines:
     """The tiles of [k_begin, k_end) outside [full_begin, full_end)."""
     if frame.k_begin == "0":
+        bounded = frame.reach.upper or frame.ranged
         return [
-            "# The tiles that the mask or the end of the keys cuts",
+            f"# {'The tiles that the mask or the end of the keys cuts' if bounded else LAST_KEYS}",
             f"for k_start in range(full_end, {frame.k_end}, BLOCK_N):",
         ]
     return [

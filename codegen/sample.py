@@ -28,12 +28,24 @@ def sample(region: AttentionRegion, queries: int = QUERIES, keys: int = KEYS) ->
 
 
 def _sizes(region: AttentionRegion, queries: int, keys: int) -> dict[str, int]:
-    """M and N; batch axes 2, times what their index is divided by (6 heads where 3 share a key head)."""
+    """M and N; batch axes 2, times what their index is divided by (6 heads where 3 share a key head). No more than an
+    operand of constant shape has room for: a decoding step has one query."""
     found = dict.fromkeys(region.sizes, OTHER)
     for v, n in [*((v, 2 * _groups(region, v)) for v in region.batch), (region.q_idx, queries), (region.kv_idx, keys)]:
         if isinstance(v.size, Size):
             found[v.size.name] = n
+    for operand, index in _accesses(region):
+        for length, e in zip(region.operand(operand).shape, index, strict=True):
+            if isinstance(length, Const) and not any(isinstance(x, Load) for x in parts(e)):
+                _shrink(found, e, int(length.value))
     return found
+
+
+def _shrink(sizes: dict[str, int], e: Expr, room: int) -> None:
+    """Make the longest axis of an index shorter, until the index stays below `room`."""
+    names = {x.size.name for x in parts(e) if isinstance(x, Var) and isinstance(x.size, Size)}
+    while _largest(e, sizes) >= room and any(sizes[name] > 1 for name in names):
+        sizes[max(names, key=sizes.__getitem__)] -= 1
 
 
 def _groups(region: AttentionRegion, v: Var) -> int:
@@ -69,13 +81,16 @@ def _accesses(region: AttentionRegion) -> Iterator[tuple[str, tuple[Expr, ...]]]
 
 
 def _extent(region: AttentionRegion, operand: str, dim: int, length: Expr, sizes: Mapping[str, int]) -> int:
-    """A constant length, or what the largest index asks for."""
-    if isinstance(length, Const):
-        return int(length.value)
-    if isinstance(length, Size) and length.name in sizes:
-        return sizes[length.name]
-    largest = [_largest(index[dim], sizes) for name, index in _accesses(region) if name == operand]
-    return 1 + max(largest, default=OTHER - 1)
+    """What an axis's own index asks for, a constant length, or what the largest index asks for."""
+    indices = {index[dim] for name, index in _accesses(region) if name == operand}
+    match length, *indices:
+        case Const(), Var(_, Size(name)):
+            return sizes[name]
+        case Const(n), *_:
+            return int(n)
+        case Size(name), *_ if name in sizes:
+            return sizes[name]
+    return 1 + max((_largest(e, sizes) for e in indices), default=OTHER - 1)
 
 
 def _largest(e: Expr, sizes: Mapping[str, int]) -> int:

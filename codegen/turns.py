@@ -22,7 +22,7 @@ SECTION = 32 * 2**20
 KEYS = 1 << 16
 """Of them all, at least. At D 256 sixteen heads of 4,096 keys took less time than eight, though their K and V are 64
 MB: the fewer sections, the fewer times the longest tiles begin late."""
-WHY = "# The tiles with most work first, over several heads: the grid's tail is short"
+WHY = "# Section by section of the heads, in each the tiles with most work first: the grid ends with short ones"
 
 
 def moves_alone(here: Sequence[Bound], other: Sequence[Bound]) -> bool:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields, replace
 
 from fusecomp.ir.algebra import draws
@@ -36,7 +36,7 @@ class Access:
     index: tuple[Expr, ...]
 
     def __str__(self) -> str:
-        return f"{self.operand}[{', '.join(map(text, self.index))}]"
+        return _read(self, {})
 
 
 @dataclass(frozen=True)
@@ -171,8 +171,6 @@ class AttentionRegion:
 
     def q_per_kv(self) -> int:
         """Query heads per key head, where the keys are read at `h // group`; 1 otherwise."""
-        from fusecomp.ir.expr import Apply
-
         for e in self.products[0].k.index:
             for x in parts(e):
                 match x:
@@ -200,8 +198,10 @@ def describe(region: AttentionRegion) -> Iterator[str]:
     where = f"attention at {region.origin}" if region.origin else "attention"
     head = ", ".join([f"{v.name} < {text(v.size)}" for v in (*region.batch, region.q_idx, region.kv_idx)])
     yield f"{where}   {head}, D {region.head_size}, Dv {extent(region.dv)}, {region.operands[0].dtype}"
+    places = _places(region)
+    yield from (f"    {name} = {text(e)}" for e, name in places.items())
     for t, p in enumerate(region.products):
-        yield f"    {text(Score(t))} = sum_{p.d.name} {p.q} * {p.k}"
+        yield f"    {text(Score(t))} = sum_{p.d.name} {_read(p.q, places)} * {_read(p.k, places)}"
     yield f"    S = {text(region.score)}"
     if region.keep:
         yield f"    keep  {'  and  '.join(map(_clause, region.keep))}"
@@ -216,14 +216,23 @@ def describe(region: AttentionRegion) -> Iterator[str]:
         yield "    random  32 uniform bits that depend on its arguments alone (Philox-4x32-7)"
     weights = "softmax(S)" if region.weight == Const(1.0) else "(W * softmax(S))"
     empty = ", 0 where no key is seen" if region.empty_row == "zero" else ""
-    yield f"    O = {weights} {region.v}{empty}"
+    yield f"    O = {weights} {_read(region.v, places)}{empty}"
     if region.lse:
         yield f"    lse = log sum exp(S){' with the sink' if region.sink is not None else ''}, beside O"
 
 
-def _clause(e: Expr) -> str:
-    from fusecomp.ir.expr import Apply
+def _places(region: AttentionRegion) -> dict[Expr, str]:
+    """Indices of Q, K and V that hold a condition, and are read more easily by a name."""
+    accesses = [*(a for p in region.products for a in (p.q, p.k)), region.v]
+    long = [e for a in accesses for e in a.index if any(isinstance(x, Apply) and x.op == "where" for x in parts(e))]
+    return {e: f"place{i or ''}" for i, e in enumerate(dict.fromkeys(long))}
 
+
+def _read(access: Access, places: Mapping[Expr, str]) -> str:
+    return f"{access.operand}[{', '.join(places.get(e) or text(e) for e in access.index)}]"
+
+
+def _clause(e: Expr) -> str:
     return f"({text(e)})" if isinstance(e, Apply) and e.op in ("or", "xor", "where") else text(e)
 
 

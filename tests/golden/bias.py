@@ -79,7 +79,7 @@ def attention(
         v_tile = tl.load(v_base + key * v_stride_2 + v_offsets)  # [BLOCK_N, 64]
         acc = tl.dot(p.to(tl.bfloat16), v_tile, acc * rescale[:, None])
 
-    # The tiles that the mask or the end of the keys cuts
+    # The last keys, where they do not fill a tile
     for k_start in range(full_end, N, BLOCK_N):
         key = tl.cast(k_start, tl.int64)
         kv = k_start + n

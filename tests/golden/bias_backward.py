@@ -116,7 +116,7 @@ def query_gradient(
         d_logit = p * (d_p - delta)
         dq_acc = tl.dot(d_logit.to(tl.bfloat16), tl.trans(k_tile), dq_acc)
 
-    # The tiles that the mask or the end of the keys cuts
+    # The last keys, where they do not fill a tile
     for k_start in range(full_end, k_end, BLOCK_N):
         key = tl.cast(k_start, tl.int64)
         kv = k_start + n
@@ -210,7 +210,7 @@ def key_gradients(
         d_logit = p * (d_p - delta[:, None])
         dk_acc = tl.dot(tl.trans(d_logit.to(tl.bfloat16)), q_tile, dk_acc)
 
-    # The tiles that the mask or the end of the queries cuts
+    # The last queries, where they do not fill a tile
     for q_start in range(full_end, M, BLOCK_M):
         query = tl.cast(q_start, tl.int64)
         live = q_start + m < M

@@ -79,7 +79,7 @@ def query_gradient(
 ):
     program = tl.program_id(0)
     q_tiles = tl.cdiv(M, BLOCK_M)
-    # The tiles with most work first, over several heads: the grid's tail is short
+    # Section by section of the heads, in each the tiles with most work first: the grid ends with short ones
     outers = tl.num_programs(0) // q_tiles
     section = tl.minimum((q_tiles + TURN - 1) // q_tiles, outers)
     first = program // (section * q_tiles) * section
@@ -174,7 +174,7 @@ def key_gradients(
 ):
     program = tl.program_id(0)
     k_tiles = tl.cdiv(N, BLOCK_N)
-    # The tiles with most work first, over several heads: the grid's tail is short
+    # Section by section of the heads, in each the tiles with most work first: the grid ends with short ones
     outers = tl.num_programs(0) // k_tiles
     section = tl.minimum((k_tiles + TURN - 1) // k_tiles, outers)
     first = program // (section * k_tiles) * section

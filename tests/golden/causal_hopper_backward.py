@@ -130,7 +130,7 @@ def copy_keys(given):
     ) = given
     program = gl.program_id(0)
     q_tiles = gl.cdiv(M, BLOCK_M)
-    # The tiles with most work first, over several heads: the grid's tail is short
+    # Section by section of the heads, in each the tiles with most work first: the grid ends with short ones
     outers = gl.num_programs(0) // q_tiles
     section = gl.minimum((q_tiles + TURN - 1) // q_tiles, outers)
     first = program // (section * q_tiles) * section
@@ -193,7 +193,7 @@ def query_sums(given, group: gl.constexpr):
     ) = given
     program = gl.program_id(0)
     q_tiles = gl.cdiv(M, BLOCK_M)
-    # The tiles with most work first, over several heads: the grid's tail is short
+    # Section by section of the heads, in each the tiles with most work first: the grid ends with short ones
     outers = gl.num_programs(0) // q_tiles
     section = gl.minimum((q_tiles + TURN - 1) // q_tiles, outers)
     first = program // (section * q_tiles) * section
@@ -311,7 +311,7 @@ def copy_queries(given):
     ) = given
     program = gl.program_id(0)
     k_tiles = gl.cdiv(N, BLOCK_N)
-    # The tiles with most work first, over several heads: the grid's tail is short
+    # Section by section of the heads, in each the tiles with most work first: the grid ends with short ones
     outers = gl.num_programs(0) // k_tiles
     section = gl.minimum((k_tiles + TURN - 1) // k_tiles, outers)
     first = program // (section * k_tiles) * section
@@ -381,7 +381,7 @@ def key_sums(given, group: gl.constexpr):
     ) = given
     program = gl.program_id(0)
     k_tiles = gl.cdiv(N, BLOCK_N)
-    # The tiles with most work first, over several heads: the grid's tail is short
+    # Section by section of the heads, in each the tiles with most work first: the grid ends with short ones
     outers = gl.num_programs(0) // k_tiles
     section = gl.minimum((k_tiles + TURN - 1) // k_tiles, outers)
     first = program // (section * k_tiles) * section

@@ -35,7 +35,7 @@ def attention(
 ):
     program = tl.program_id(0)
     q_tiles = tl.cdiv(M, BLOCK_M)
-    # The tiles with most work first, over several heads: the grid's tail is short
+    # Section by section of the heads, in each the tiles with most work first: the grid ends with short ones
     outers = tl.num_programs(0) // q_tiles
     section = tl.minimum((q_tiles + TURN - 1) // q_tiles, outers)
     first = program // (section * q_tiles) * section

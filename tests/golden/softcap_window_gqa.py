@@ -34,7 +34,7 @@ def attention(
 ):
     program = tl.program_id(0)
     q_tiles = tl.cdiv(M, BLOCK_M)
-    # The tile with most keys first: the grid's tail is short
+    # The tiles with most keys first: the grid ends with short ones
     q_start = (q_tiles - 1 - program % q_tiles) * BLOCK_M
     outer = tl.cast(program // q_tiles, tl.int64)
     h = outer % H
