@@ -176,6 +176,16 @@ def written_arguments(node: Node) -> list[Node]:
     return found
 
 
+def overwritten(node: Node, place: Node) -> bool:
+    """Whether something after `place` writes into the memory of `node`."""
+    memory, later = storage(node), place
+    while memory is not None and later.op != "root":
+        if any(storage(target) == memory for target in written_arguments(later)):
+            return True
+        later = later.next
+    return False
+
+
 @cache
 def written_places(op: torch._ops.OpOverload) -> tuple[tuple[int, str], ...]:
     """Position and name of the arguments that an operator writes into."""

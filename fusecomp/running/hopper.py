@@ -16,7 +16,7 @@ from fusecomp.ir.region import AttentionRegion
 from fusecomp.patterns.build import Match
 from fusecomp.planning.device import Device, current
 from fusecomp.planning.tile import TilePlan
-from fusecomp.running.inputs import example_of
+from fusecomp.running.layout import examples
 from fusecomp.settings import Options
 
 
@@ -68,6 +68,6 @@ def laid_out(match: Match) -> bool:
     """Whether what comes in blocks lies as descriptors want it, so that nothing is copied."""
     read = {a.operand for a in (match.region.products[0].q, match.region.products[0].k, match.region.v)}
     read |= {x.tensor for x in copied(match.region)}
-    tensors = [(o, n) for o, n in zip(match.region.operands, match.inputs, strict=True) if o.name in read]
-    strides = [(o.dtype, example_of(n.meta["val"])[1]) for o, n in tensors]
+    given = zip(match.region.operands, examples(match), strict=True)
+    strides = [(o.dtype, strides) for o, (_, strides, _) in given if o.name in read]
     return all(in_steps(dtype, s) and all(s) for dtype, s in strides)

@@ -28,8 +28,7 @@ from fusecomp.planning.device import current
 from fusecomp.planning.plan import alone, fixed_share, plan
 from fusecomp.planning.tile import TilePlan
 from fusecomp.planning.visits import gradients_visit
-from fusecomp.running import cache, cpu, hopper
-from fusecomp.running.inputs import example_of
+from fusecomp.running import cache, cpu, hopper, layout
 from fusecomp.running.launching import quickened
 from fusecomp.running.loader import load
 from fusecomp.running.operator import Gradients, Launch
@@ -112,7 +111,7 @@ def planned(match: Match, sizes: Mapping[str, int], batch_invariant: bool = Fals
 
 def described(match: Match, tiles: TilePlan) -> bool:
     """Whether tensor descriptors can hold K and V of these strides on this device."""
-    strides = [example_of(n.meta["val"])[1] for n in match.inputs]
+    strides = [strides for _, strides, _ in layout.examples(match)]
     pointers = replace(tiles, loads="pointer")
     return choose(match.region, pointers, current().arch, strides).loads == "descriptor"
 

@@ -12,11 +12,12 @@ from torch.fx import Graph, GraphModule, Node
 
 from fusecomp.codegen.logsumexp import saved
 from fusecomp.codegen.source import KernelSource
-from fusecomp.graph.facts import storage, written_arguments
+from fusecomp.graph.facts import overwritten
 from fusecomp.graph.learning import carry
 from fusecomp.graph.rewriting import stand_for
 from fusecomp.patterns.build import Match
 from fusecomp.patterns.naming import SizeSource
+from fusecomp.running import layout
 from fusecomp.running.calls import fixed
 from fusecomp.running.operator import empty_ordered
 from fusecomp.running.sums import put_sums
@@ -58,6 +59,8 @@ def substitute(
 def operands(match: Match, source: KernelSource | None, sizes: Mapping[str, Any]) -> list[Node]:
     """The tensors that the kernel reads, its table of tiles included."""
     tensors = [on_device(n, match.output) for n in match.inputs]
+    if source is not None:
+        tensors = [layout.copy(n, o, match.place) for n, o in zip(tensors, layout.orders(match), strict=True)]
     if match.learned:
         tensors = [kept(n, match.place) for n in tensors]
     if source is not None and source.plan.visits != "bounds":
@@ -90,16 +93,6 @@ def kept(node: Node, place: Node) -> Node:
     """What a backward pass may read after the whole graph has run: a copy of what is written into after `place`.
     Eager's own backward may not need it."""
     return copied(node) if overwritten(node, place) else node
-
-
-def overwritten(node: Node, place: Node) -> bool:
-    """Whether something after `place` writes into the memory of `node`."""
-    memory, later = storage(node), place
-    while memory is not None and later.op != "root":
-        if any(storage(target) == memory for target in written_arguments(later)):
-            return True
-        later = later.next
-    return False
 
 
 def copied(node: Node) -> Node:

@@ -24,10 +24,10 @@ from fusecomp.graph.learning import learns
 from fusecomp.ir.logsumexp import evaluate_lse
 from fusecomp.ir.reference import evaluate
 from fusecomp.patterns.build import Match
-from fusecomp.running import cache
+from fusecomp.running import cache, layout
 from fusecomp.running.backward import gradients
 from fusecomp.running.expected import EAGER_SCORES, EXACT_SCORES, expected_gradients, original, pick, sample
-from fusecomp.running.inputs import draw, example_of
+from fusecomp.running.inputs import draw
 from fusecomp.running.launching import compiling
 from fusecomp.running.operator import Gradients, Launch, empty_ordered
 from fusecomp.running.subgraph import run_original, seen
@@ -45,7 +45,7 @@ def verify(
     backward: Gradients | None = None,
 ) -> Verdict:  # fmt: skip
     """Hold a kernel, and its backward, against what they replace, on random inputs; cached by what was compared."""
-    examples = [example_of(n.meta["val"]) for n in match.inputs]
+    examples = layout.examples(match)
     compared = (kernel, match.region.key, fingerprint(match), examples, dict(sizes))
     name = cache.digest(own_code(), machine(device), *compared)
     path = cache.directory("verdicts") / f"{name}.json"
@@ -109,7 +109,7 @@ Drawn = tuple[list[Tensor], Tensor, list[int]]
 def example(match: Match, sizes: Mapping[str, int], device: torch.device) -> Drawn:
     """(tensors, out, lengths) as a launch takes them: random operands of the graph's shapes and strides."""
     region = match.region
-    tensors = draw(region, [example_of(n.meta["val"]) for n in match.inputs], sizes, device)
+    tensors = draw(region, layout.examples(match), sizes, device)
     shape = [seen(s) for s in match.out_shape]
     out = empty_ordered(shape, region.out_order, tensors[0], getattr(torch, region.out_dtype))
     return tensors, out, [sizes[s] for s in region.sizes]
