@@ -122,12 +122,12 @@ def trainable(
     module: GraphModule, match: Match, sizes: Mapping[str, int], options: Options
 ) -> tuple[Match, Lowered]:
     """What runs it: of operands whose gradients have a kernel, if the products can be given such."""
-    lowered = lower(match, sizes, device_of(match), options)
+    lowered = lower(match, sizes, match.device, options)
     if not lowered.why_no_backward:
         return match, lowered
     own = own_operands(match)
     again = found_apart(module, match, own)
-    plain = lower(again, sizes, device_of(match), options) if again is not None else lowered
+    plain = lower(again, sizes, match.device, options) if again is not None else lowered
     if again is not None and not plain.why_no_backward:
         return again, plain
     withdraw(own)
@@ -145,7 +145,7 @@ def judged(
         if verdict is None or verdict.passed:
             return lowered, verdict
     log.debug("the portable kernel takes over at %s", match.region.origin)
-    lowered = lower(match, sizes, device_of(match), options, portable=True)
+    lowered = lower(match, sizes, match.device, options, portable=True)
     return lowered, checked(match, lowered, sizes, options)
 
 
@@ -182,12 +182,8 @@ def foreign(match: Match) -> str | None:
     """Tensors that no kernel can read."""
     kinds = (type(n.meta["val"]) for n in match.inputs if is_traceable_wrapper_subclass(n.meta["val"]))
     others = [f"tensors of the class {kind.__name__}" for kind in kinds]
-    device = device_of(match).type
+    device = match.device.type
     return f"tensors on {device}" if device not in DEVICES else next(iter(others), None)
-
-
-def device_of(match: Match) -> torch.device:
-    return match.output.meta["val"].device  # type: ignore[no-any-return]
 
 
 def handed_over(match: Match, sizes: Mapping[str, int], options: Options, base: Entry) -> Entry | None:
@@ -213,7 +209,7 @@ EAGER_SHARE = 0.25
 
 def slow_to_train(match: Match, sizes: Mapping[str, int], lowered: Lowered, options: Options) -> bool:
     """Whether training is better off with eager's gradient: on a GPU, without a backward kernel, if eager has room."""
-    device = device_of(match)
+    device = match.device
     trains = bool(match.learned) and lowered.backward is None
     if not trains or device.type != "cuda" or options.lowering != "auto":
         return False
@@ -227,7 +223,7 @@ FUSE = "lowering='triton' fuses all the same"
 
 def faster_apart(match: Match, sizes: Mapping[str, int], options: Options) -> str:
     """Why the rest of the graph runs it faster than a generated kernel; empty where it does not."""
-    if device_of(match).type != "cuda" or options.lowering != "auto" or options.batch_invariant:
+    if match.device.type != "cuda" or options.lowering != "auto" or options.batch_invariant:
         return ""
     return unfused.faster_apart(match.region, sizes, planned(match, sizes), current())
 
@@ -241,10 +237,10 @@ def checked(match: Match, lowered: Lowered, sizes: Mapping[str, int], options: O
     """The verdict on a kernel, unless verification is off."""
     if not options.verify:
         return None
-    if lowered.lowering == "triton" and device_of(match).type == "cpu" and not triton_interprets():
+    if lowered.lowering == "triton" and match.device.type == "cpu" and not triton_interprets():
         raise KernelError(INTERPRET)
     with torch.no_grad(), torch._dispatch.python.suspend_functionalization(), real_tensors():
-        return verify(match, lowered.launch, sizes, device_of(match), lowered.text, lowered.backward)
+        return verify(match, lowered.launch, sizes, match.device, lowered.text, lowered.backward)
 
 
 def seen_sizes(match: Match) -> dict[str, int]:

@@ -53,6 +53,11 @@ class Match:
         return self.reader or self.output
 
     @property
+    def device(self) -> torch.device:
+        """Where O is, and what kernel makes it depends on."""
+        return self.output.meta["val"].device  # type: ignore[no-any-return]
+
+    @property
     def learned(self) -> frozenset[str]:
         """The operands whose gradient will be asked for: none under no_grad."""
         pairs = zip(self.region.operands, self.inputs, strict=True)

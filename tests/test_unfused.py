@@ -11,6 +11,7 @@ from torch import Tensor
 
 from fusecomp import pipeline
 from fusecomp.backend import explain
+from fusecomp.patterns.build import Match
 from fusecomp.planning import device
 from fusecomp.planning.plan import plan
 from fusecomp.planning.unfused import faster_apart, unfused_seconds
@@ -69,7 +70,7 @@ def test_shared_heads_are_copied_first() -> None:
 
 
 def test_the_report_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pipeline, "device_of", lambda match: torch.device("cuda"))
+    monkeypatch.setattr(Match, "device", torch.device("cuda"))
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return torch.tanh(q @ k.mT * 0.125).softmax(-1) @ v
@@ -84,6 +85,6 @@ def test_the_report_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("options", [Options(lowering="triton"), Options(batch_invariant=True)])
 def test_a_strict_wish_is_kept(monkeypatch: pytest.MonkeyPatch, options: Options) -> None:
-    monkeypatch.setattr(pipeline, "device_of", lambda match: torch.device("cuda"))
+    monkeypatch.setattr(Match, "device", torch.device("cuda"))
     monkeypatch.setattr(pipeline.unfused, "faster_apart", lambda *_: "asked")
     assert pipeline.faster_apart(None, {}, options) == ""  # type: ignore[arg-type]

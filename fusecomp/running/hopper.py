@@ -36,7 +36,7 @@ def available() -> bool:
 
 def takes(match: Match, sizes: Mapping[str, int], options: Options) -> TilePlan | None:
     """Its plan of the match, if it runs it. Only where it is verified: the portable kernel is there if it disagrees."""
-    asked = match.output.meta["val"].device.type == "cuda" and options.verify and not options.batch_invariant
+    asked = match.device.type == "cuda" and options.verify and not options.batch_invariant
     trained = bool(match.learned) and trains(match)
     return planned(match.region, sizes, current(), trained) if asked and laid_out(match) else None
 

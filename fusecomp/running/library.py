@@ -48,7 +48,7 @@ def expresses(region: AttentionRegion) -> bool:
 
 def takes(match: Match, sizes: Mapping[str, int]) -> bool:
     """Whether a match on this device is handed over."""
-    asked = match.output.meta["val"].device.type in DEVICES and sizes["M"] > FEW_QUERIES
+    asked = match.device.type in DEVICES and sizes["M"] > FEW_QUERIES
     return asked and expresses(match.region) and not short(match.region, sizes)
 
 
