@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -85,6 +86,6 @@ def test_the_report_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("options", [Options(lowering="triton"), Options(batch_invariant=True)])
 def test_a_strict_wish_is_kept(monkeypatch: pytest.MonkeyPatch, options: Options) -> None:
-    monkeypatch.setattr(Match, "device", torch.device("cuda"))
     monkeypatch.setattr(pipeline.unfused, "faster_apart", lambda *_: "asked")
-    assert pipeline.faster_apart(None, {}, options) == ""  # type: ignore[arg-type]
+    match = SimpleNamespace(device=torch.device("cuda"))
+    assert pipeline.faster_apart(match, {}, options) == ""  # type: ignore[arg-type]
