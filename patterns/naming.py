@@ -10,7 +10,7 @@ import torch
 from torch.fx import Node
 
 from fusecomp.graph.facts import dtype, op_name, shape, size_expr, value
-from fusecomp.ir.algebra import ZERO, const, draws
+from fusecomp.ir.algebra import ZERO, const, draws, substitute
 from fusecomp.ir.expr import Cast, Const, Expr, Load, Size, Var, transform
 from fusecomp.ir.region import Access, Operand
 from fusecomp.patterns.lift import Decline, Lift
@@ -82,9 +82,11 @@ class Naming:
         return None
 
     def _place(self, i: Expr, length: Expr) -> Expr:
-        """x[.., q_idx, ..] = x[.., 0, ..] where the axis has length 1: what one query reads does not vary with it."""
-        alone = length == const(1) and i == self.sizes.found.index("q_idx")
-        return ZERO if alone else transform(i, self._renamed)
+        """x[.., q_idx + 1, ..] = x[.., 1, ..] of one query, and x[.., q_idx, ..] = x[.., 0, ..] where the axis has
+        length 1: what one query reads does not vary with it."""
+        q_idx = self.sizes.found.index("q_idx")
+        alone = q_idx.size == const(1) or (length == const(1) and i == q_idx)
+        return transform(substitute(i, {q_idx: ZERO}) if alone else i, self._renamed)
 
     def index(self, v: Var) -> Var:
         named = self.expr(v)

@@ -107,9 +107,9 @@ def lost(x: Expr, m: Expr, to: str) -> Expr:
 
 
 def may_absorb(m: Expr) -> bool:
-    """Whether `m` is a tensor of masks, or arithmetic with the fill of one."""
+    """Whether `m` is a tensor of masks, or arithmetic with the fill of one: -inf is in float16 what it is anywhere."""
     fills = (x for x in parts(m) if isinstance(x, Const) and isinstance(x.value, float))
-    return isinstance(m, Load) or any(abs(x.value) >= -LOST_IN for x in fills)
+    return isinstance(m, Load) or any(-LOST_IN <= abs(x.value) < -LOST_ANYWHERE for x in fills)
 
 
 # ----------------------------------------------------------------------------------------------------------------

@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from recognising import mathematics, region_of
 from test_codegen import normal
 from torch import Tensor
 
@@ -75,3 +76,26 @@ def test_a_mask_is_read_out_of_the_rounded_sum() -> None:
 ])  # fmt: skip
 def test_another_sum_is_no_fill(other: Cast) -> None:
     assert not split(apply("where", seen, Score(0), other)).keep
+
+
+MASKS: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
+    "chosen": lambda s, live, bias: s + torch.where(live, 0.0, -torch.inf).to(s.dtype),
+    "filled": lambda s, live, bias: s + torch.zeros_like(bias).masked_fill(~live, -torch.inf),
+    "triangular": lambda s, live, bias: s + torch.full_like(bias, -torch.inf).triu(1),
+    "a_bias_filled": lambda s, live, bias: s + bias.masked_fill(~live, -torch.inf),
+}
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+@pytest.mark.parametrize("name", MASKS)
+def test_minus_infinity_is_a_mask_in_any_precision(name: str, dtype: str) -> None:
+    """Whose tiles are skipped."""
+
+    def attention(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Tensor:
+        live = torch.arange(13)[:, None] >= torch.arange(13)
+        return MASKS[name](q @ k.mT, live, bias).softmax(-1) @ v
+
+    kind = getattr(torch, dtype)
+    region = region_of(attention, *(normal(2, 13, 16, dtype=kind) for _ in range(3)), normal(13, 13, dtype=kind))
+    assert mathematics(region)["keep"] == ["q_idx >= kv_idx"]
+    assert "inf" not in mathematics(region)["score"]

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from recognising import candidates, region_of
+from recognising import candidates, mathematics, region_of
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention as sdpa
 
@@ -114,3 +114,19 @@ def test_training_is_left_to_eager() -> None:
     (own,), (got,) = (torch.autograd.grad(f(q, *rest).sum(), q) for f in (reduced, fast))
     torch.testing.assert_close(got, own)
     assert fusecomp.counters()["declined"] == 1
+
+
+@pytest.mark.parametrize(
+    ("queries", "seen"), [(1, "kv_idx < load0[1] - load0[0]"), (3, "kv_idx < load0[q_idx + 1] - load0[q_idx]")]
+)
+def test_where_one_query_ends_does_not_vary_with_it(queries: int, seen: str) -> None:
+    """So that no key after it is read; of three queries each has an end of its own."""
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, starts: Tensor) -> Tensor:
+        held = (starts[1:] - starts[:-1])[:, None]
+        live = torch.arange(k.shape[1], device=q.device) < held
+        return (q @ k.mT).masked_fill(~live, -torch.inf).softmax(-1) @ v
+
+    q, k = torch.randn(2, queries, 16), torch.randn(2, 40, 16)
+    region = region_of(attend, q, k, k, torch.arange(queries + 1) * 11)
+    assert mathematics(region)["keep"] == [seen]
