@@ -33,6 +33,7 @@ from fusecomp.codegen.backward_tile import (
 from fusecomp.codegen.frame import Chunk
 from fusecomp.codegen.philox import fours, kept
 from fusecomp.codegen.printer import triton_text
+from fusecomp.codegen.program import factor
 from fusecomp.codegen.tile import indented
 from fusecomp.codegen.turns import WHY, moves_alone, tile_of_turn
 from fusecomp.ir.expr import Expr, Var, parts
@@ -62,15 +63,14 @@ def program(frame: GradientFrame) -> Lines:
     tile, taken = "program % k_tiles", ["outer = tl.cast(program // k_tiles, tl.int64)"]
     long = bool(frame.members) or frame.plan.block_n >= LONG
     if long and moves_alone(frame.rows_reach.lower, frame.rows_reach.upper):
-        tile, taken = "(inside // turns)", [WHY, *tile_of_turn("k_tiles")]
+        tile, taken = "inside // turns", [WHY, *tile_of_turn("k_tiles")]
     counted = ["program = tl.program_id(0)", f"k_tiles = tl.cdiv({size}, BLOCK_N)"]
     return [*counted, *taken, f"k_start = {tile} * BLOCK_N", *lines]
 
 
 def axis_size(frame: GradientFrame, v: Var) -> str:
     """The length of an axis, as a factor."""
-    body = triton_text(v.size, frame.names)
-    return body if body.isalnum() else f"({body})"
+    return factor(v.size, frame)
 
 
 def columns(frame: GradientFrame) -> Lines:

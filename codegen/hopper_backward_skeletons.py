@@ -16,7 +16,7 @@ ROW_BOX = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=3
 SUMS = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, «size», 16]))  # of the accumulators of gradients
 LEFT = gl.constexpr(gl.DotOperandLayout(0, SUMS.value, 2))
 KEYS_DOWN = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, «block_m», 16]))  # of S^T and dP^T
-# Numbers of the hardware's barriers; Triton has those up to 3
+# Numbers of the hardware's named barriers; Triton itself uses those up to 3
 FIRST_FREE, SECOND_FREE = «barriers»
 """
 
@@ -254,6 +254,7 @@ def «name»(
         mbarrier.init(do_ready.index(i), count=1)
     «ready»
     «given»
+    # The first group has the four warps of the launch; the others, and who copies, these warps and registers a thread
     gl.warp_specialize(
         [(key_sums, (multiplied, 0)), (key_sums, (multiplied, 1)), «more»(copy_queries, (copied_in,))],
         «warps», «registers»
@@ -277,6 +278,7 @@ def «name»(
         mbarrier.init(k_ready.index(i), count=1)
         mbarrier.init(v_ready.index(i), count=1)
     «given»
+    # The first group has the four warps of the launch; the others, and who copies, these warps and registers a thread
     gl.warp_specialize(
         [(query_sums, (multiplied, 0)), (query_sums, (multiplied, 1)), (copy_keys, (copied_in,))],
         «warps», «registers»

@@ -62,8 +62,8 @@ def risen(row_max, new_max):
 KNOWN = '''
 @gluon.jit
 def known(row_max):
-    """A store that never happens, since maxima begin at the least float, but that waits for them. Without it the
-    assembler moves the wait for P V, which comes later, before they are taken."""
+    """Wait for the maxima here, by a store that never happens, since none is below the least float. Without it the
+    assembler moves the wait for P V, which is written after, before they are taken."""
     gl.inline_asm_elementwise(
         "{ .reg .pred p; setp.lt.f32 p, $1, 0fFF7FFFFF; mov.u32 $0, 0; @p st.shared.u32 [$0], $0; }",
         "=r,f", [row_max], dtype=gl.int32, is_pure=False, pack=1,

@@ -38,7 +38,7 @@ SHARED = gl.constexpr(gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwi
 «wide»
 BOXES = {(bits, n): gl.NVMMASharedLayout(128, bits, n) for bits in (16, 32) for n in (2, 3, 4, 5)}  # in shared memory
 THREADS = gl.constexpr(«threads»)  # of all warps that multiply, and the one that copies
-# Numbers of the hardware's barriers; Triton has those up to 3
+# Numbers of the hardware's named barriers; Triton itself uses those up to 3
 «names» = «barriers»
 """
 
@@ -62,7 +62,7 @@ def place_of(tile, all_tiles, section«length»):
 
 @gluon.jit
 def hand(next_smem, slot, value):
-    """For those who multiply: they would divide while nothing is multiplied."""
+    """Tell a number to those who multiply: were they to work it out, they would divide while nothing is multiplied."""
     next_smem.index(slot).store(gl.full([1], 0, gl.int32, gl.BlockedLayout([1], [32], [1], [0])) + value)
 
 
@@ -281,5 +281,6 @@ def attention(
     produced = (
         «produced»
     )
+    # The first group has the four warps of the launch; the others, and who copies, these warps and registers a thread
     gl.warp_specialize([«consumers», (produce, (produced,))], «warps», «registers»)
 '''

@@ -32,7 +32,7 @@ from fusecomp.codegen.hopper_step import rising, scored, weighed
 from fusecomp.codegen.launcher import parameters, unspecialised, wrapped
 from fusecomp.codegen.logsumexp import place, store_lse
 from fusecomp.codegen.memory import element_pointers, fixed_loads, output_index
-from fusecomp.codegen.printer import FLOAT_MAX, literal, triton_dtype, triton_text
+from fusecomp.codegen.printer import FLOAT_MAX, atom, literal, triton_dtype, triton_text
 from fusecomp.codegen.program import ROW_INDICES, decoded, sink_text
 from fusecomp.codegen.skeletons import fill
 from fusecomp.codegen.slope import sloped
@@ -118,8 +118,7 @@ def block_at(frame: Frame, index: Sequence[Expr], row: Var, start: str, column: 
     places = []
     for e in index[:-1]:
         body = start if e == row else triton_text(e, frame.names)
-        body = body if body.isidentifier() or isinstance(e, Const) or e == row else f"({body})"
-        places.append(body if e == row or isinstance(e, Const) else f"{body}.to(tl.int32)")
+        places.append(body if e == row or isinstance(e, Const) else f"{atom(body)}.to(tl.int32)")
     return f"[{', '.join([*places, str(column)])}]"
 
 

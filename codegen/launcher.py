@@ -7,7 +7,7 @@ from itertools import groupby
 
 from fusecomp.codegen.descriptors import prepared
 from fusecomp.codegen.frame import Frame
-from fusecomp.codegen.printer import triton_text
+from fusecomp.codegen.printer import atom, triton_text
 from fusecomp.codegen.program import factor
 from fusecomp.ir.expr import Const
 from fusecomp.ir.region import AttentionRegion
@@ -59,11 +59,6 @@ def ranks_of(frame: Frame) -> dict[str, int]:
     """How many axes each tensor has."""
     region = frame.region
     return {"out": len(region.out_axes), **{o.name: len(o.shape) for o in region.operands}}
-
-
-def atom(body: str) -> str:
-    """A text to be multiplied or divided, in parentheses if it is more than a name or a number."""
-    return body if body.isidentifier() or body.isdigit() else f"({body})"
 
 
 def rounded_up(n: str, size: object) -> str:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from fusecomp.codegen.base2 import Exponent, exponent
 from fusecomp.codegen.frame import Frame, merged
-from fusecomp.codegen.printer import triton_text
+from fusecomp.codegen.printer import atom, triton_text
 from fusecomp.codegen.program import factor, stored_rows
 from fusecomp.ir.algebra import substitute
 from fusecomp.ir.expr import Const, Expr, Size
@@ -74,15 +74,15 @@ def rescued_lse(frame: Frame) -> Lines:
 def first_row(frame: Frame) -> str:
     """Where lse holds the queries of one head, from the batch axes."""
     head = place(frame)
-    head = f"({head}) * PACK + {frame.member.name}" if frame.member else head
-    return f"({head}) * {factor(frame.q_idx.size, frame)}" if head else "0"
+    head = f"{atom(head)} * PACK + {frame.member.name}" if frame.member else head
+    return f"{atom(head)} * {factor(frame.q_idx.size, frame)}" if head else "0"
 
 
 def place(frame: Frame) -> str:
     """Which of all a program is, from its batch axes."""
     head = ""
     for v in frame.batch:
-        head = f"({head}) * {factor(v.size, frame)} + {v.name}" if head else v.name
+        head = f"{atom(head)} * {factor(v.size, frame)} + {v.name}" if head else v.name
     return head
 
 

@@ -78,6 +78,11 @@ def show(e: Expr, names: Names) -> tuple[str, int]:
     raise KernelError(f"{e} cannot be computed inside a kernel")
 
 
+def atom(body: str) -> str:
+    """A text to be multiplied, divided or called on: in parentheses if it is more than a name or a number."""
+    return body if body.isidentifier() or body.isdigit() else f"({body})"
+
+
 def _level_of_name(name: str) -> int:
     return ATOM if name.isidentifier() or name.endswith((")", "]")) else PLUS
 

@@ -9,7 +9,7 @@ from fusecomp.codegen.bounds import chain, in_int32
 from fusecomp.codegen.frame import Frame
 from fusecomp.codegen.memory import output_address, row_base, row_offsets
 from fusecomp.codegen.philox import fours
-from fusecomp.codegen.printer import triton_dtype, triton_text
+from fusecomp.codegen.printer import atom, triton_dtype, triton_text
 from fusecomp.codegen.turns import WHY, moves_alone, tile_of_turn
 from fusecomp.codegen.visited import FULL, key_row
 from fusecomp.ir.expr import Expr, Var
@@ -50,8 +50,7 @@ def decoded(frame: Frame, axes: Sequence[Var] = ()) -> Lines:
 
 def factor(e: Expr, frame: Frame) -> str:
     """The text of a size, to be multiplied or divided by."""
-    body = triton_text(e, frame.names)
-    return body if body.isalnum() else f"({body})"
+    return atom(triton_text(e, frame.names))
 
 
 def query_rows(frame: Frame) -> Lines:

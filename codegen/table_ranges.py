@@ -14,8 +14,8 @@ from dataclasses import dataclass, replace
 from functools import partial, reduce
 
 from fusecomp.codegen.function import function
-from fusecomp.codegen.launcher import arguments, atom, by_name, ranks_of, rounded_up, wrapped
-from fusecomp.codegen.printer import triton_text
+from fusecomp.codegen.launcher import arguments, by_name, ranks_of, rounded_up, wrapped
+from fusecomp.codegen.printer import atom, triton_text
 from fusecomp.codegen.program import decoded, factor
 from fusecomp.codegen.skeletons import fill
 from fusecomp.codegen.table import LARGER, TableFrame, table

@@ -49,6 +49,6 @@ def constants(frame: Frame) -> dict[str, tuple[int, str]]:
     size *= sum(extent(p.d) for p in region.products) + extent(region.dv)
     keys = max(KEYS, SECTION // size) * max(1, group // frame.plan.pack)
     return {
-        "TURN": (TURN, "programs of the heads that take turns: enough to fill a device"),
-        "K_TURN": (keys, "keys, over the query heads that take turns"),
+        "TURN": (TURN, "programs of a section of heads: enough to fill a device"),
+        "K_TURN": (keys, "keys of a section of heads: their K and V stay in L2"),
     }

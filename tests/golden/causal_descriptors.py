@@ -23,7 +23,7 @@ import triton.language as tl
 
 BLOCK_M = tl.constexpr(128)  # query rows of a tile
 BLOCK_N = tl.constexpr(128)  # keys of a tile
-TURN = tl.constexpr(512)  # programs of the heads that take turns: enough to fill a device
+TURN = tl.constexpr(512)  # programs of a section of heads: enough to fill a device
 SCALE = tl.constexpr(0.12751743082459868)  # log2(e) * 0.0883883476
 
 

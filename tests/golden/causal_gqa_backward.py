@@ -30,7 +30,7 @@ import triton.language as tl
 
 LOG2E = tl.constexpr(1.4426950408889634)  # log2(e)
 SCALE = tl.constexpr(0.18033688011112042)  # log2(e) * 0.125
-TURN = tl.constexpr(512)  # programs of the heads that take turns: enough to fill a device
+TURN = tl.constexpr(512)  # programs of a section of heads: enough to fill a device
 
 
 @triton.jit(do_not_specialize=["H", "M"])
@@ -181,7 +181,7 @@ def key_gradients(
     turns = tl.minimum(section, outers - first)
     inside = program - first * k_tiles
     outer = tl.cast(first + inside % turns, tl.int64)
-    k_start = (inside // turns) * BLOCK_N
+    k_start = inside // turns * BLOCK_N
     h_group = outer % (H // 3)
     b = outer // (H // 3)
 

@@ -34,7 +34,7 @@ BLOCK_M = gl.constexpr(128)  # query rows of a tile
 BLOCK_N = gl.constexpr(128)  # keys of a tile
 GROUPS = gl.constexpr(2)  # of four warps that multiply, 64 rows of a tile each
 STAGES = gl.constexpr(2)  # tiles of K, and of V, in shared memory
-K_TURN = gl.constexpr(65536)  # keys, over the query heads that take turns
+K_TURN = gl.constexpr(65536)  # keys of a section of heads: their K and V stay in L2
 SCALE = gl.constexpr(0.12751743082459868)  # log2(e) * 0.0883883476
 SCORES = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 16]))  # of the accumulator of S
 OUTPUT = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 16]))  # of the accumulator of O
@@ -44,7 +44,7 @@ P_TILE = gl.constexpr(gl.DotOperandLayout(0, OUTPUT.value, 2))
 SHARED = gl.constexpr(gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2))
 BOXES = {(bits, n): gl.NVMMASharedLayout(128, bits, n) for bits in (16, 32) for n in (2, 3, 4, 5)}  # in shared memory
 THREADS = gl.constexpr(288)  # of all warps that multiply, and the one that copies
-# Numbers of the hardware's barriers; Triton has those up to 3
+# Numbers of the hardware's named barriers; Triton itself uses those up to 3
 K_FREE, V_FREE, Q_FREE, MULTIPLY = gl.constexpr(4), gl.constexpr(6), gl.constexpr(8), gl.constexpr(10)
 
 
@@ -86,7 +86,7 @@ def place_of(tile, all_tiles, section, M):
 
 @gluon.jit
 def hand(next_smem, slot, value):
-    """For those who multiply: they would divide while nothing is multiplied."""
+    """Tell a number to those who multiply: were they to work it out, they would divide while nothing is multiplied."""
     next_smem.index(slot).store(gl.full([1], 0, gl.int32, gl.BlockedLayout([1], [32], [1], [0])) + value)
 
 
@@ -97,8 +97,8 @@ def handed(next_smem, slot):
 
 @gluon.jit
 def known(row_max):
-    """A store that never happens, since maxima begin at the least float, but that waits for them. Without it the
-    assembler moves the wait for P V, which comes later, before they are taken."""
+    """Wait for the maxima here, by a store that never happens, since none is below the least float. Without it the
+    assembler moves the wait for P V, which is written after, before they are taken."""
     gl.inline_asm_elementwise(
         "{ .reg .pred p; setp.lt.f32 p, $1, 0fFF7FFFFF; mov.u32 $0, 0; @p st.shared.u32 [$0], $0; }",
         "=r,f", [row_max], dtype=gl.int32, is_pure=False, pack=1,
@@ -319,6 +319,7 @@ def attention(
         q_desc, k_desc, v_desc, q_smem, k_smem, v_smem, next_smem, q_ready, k_ready, v_ready,
         next_ready, next_taken, all_tiles, section, counter_ptr, H, M, N,
     )
+    # The first group has the four warps of the launch; the others, and who copies, these warps and registers a thread
     gl.warp_specialize(
         [(consume, (consumed, 0)), (consume, (consumed, 1)), (produce, (produced,))],
         [4, 1],

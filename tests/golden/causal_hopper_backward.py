@@ -40,7 +40,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 LOG2E = tl.constexpr(1.4426950408889634)  # log2(e)
 SCALE = tl.constexpr(0.12751743082459868)  # log2(e) * 0.0883883476
-TURN = tl.constexpr(512)  # programs of the heads that take turns: enough to fill a device
+TURN = tl.constexpr(512)  # programs of a section of heads: enough to fill a device
 STAGES = gl.constexpr(2)  # tiles in shared memory of each tensor that is walked
 SHARED = gl.constexpr(gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2))
 BOXES = {(bits, n): gl.NVMMASharedLayout(128, bits, n) for bits in (16, 32) for n in (2, 3, 4, 5)}  # in shared memory
@@ -48,7 +48,7 @@ ROW_BOX = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=3
 SUMS = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 16]))  # of the accumulators of gradients
 LEFT = gl.constexpr(gl.DotOperandLayout(0, SUMS.value, 2))
 KEYS_DOWN = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]))  # of S^T and dP^T
-# Numbers of the hardware's barriers; Triton has those up to 3
+# Numbers of the hardware's named barriers; Triton itself uses those up to 3
 FIRST_FREE, SECOND_FREE = gl.constexpr(4), gl.constexpr(6)
 QUERIES_DOWN = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]))  # of S and dP
 
@@ -294,6 +294,7 @@ def query_gradient(
         q_desc, do_desc, k_desc, v_desc, q_smem, do_smem, k_smem, v_smem, q_ready, k_ready, v_ready, H,
         M, N,
     )
+    # The first group has the four warps of the launch; the others, and who copies, these warps and registers a thread
     gl.warp_specialize(
         [(query_sums, (multiplied, 0)), (query_sums, (multiplied, 1)), (copy_keys, (copied_in,))],
         [4, 1], [240, 24]
@@ -318,7 +319,7 @@ def copy_queries(given):
     turns = gl.minimum(section, outers - first)
     inside = program - first * k_tiles
     outer = gl.cast(first + inside % turns, gl.int64)
-    k_start = (inside // turns) * BLOCK_N
+    k_start = inside // turns * BLOCK_N
     h = outer % H
     b = outer // H
 
@@ -388,7 +389,7 @@ def key_sums(given, group: gl.constexpr):
     turns = gl.minimum(section, outers - first)
     inside = program - first * k_tiles
     outer = gl.cast(first + inside % turns, gl.int64)
-    k_start = (inside // turns) * BLOCK_N
+    k_start = inside // turns * BLOCK_N
     h = outer % H
     b = outer // H
 
@@ -495,6 +496,7 @@ def key_gradients(
         q_desc, do_desc, k_desc, v_desc, row_desc, q_smem, do_smem, k_smem, v_smem, row_smem, q_ready,
         do_ready, k_ready, H, M, N,
     )
+    # The first group has the four warps of the launch; the others, and who copies, these warps and registers a thread
     gl.warp_specialize(
         [(key_sums, (multiplied, 0)), (key_sums, (multiplied, 1)), (copy_queries, (copied_in,))],
         [4, 1], [240, 24]

@@ -33,7 +33,7 @@ import triton.language as tl
 
 LOG2E = tl.constexpr(1.4426950408889634)  # log2(e)
 SCALE = tl.constexpr(0.18033688011112042)  # log2(e) * 0.125
-TURN = tl.constexpr(512)  # programs of the heads that take turns: enough to fill a device
+TURN = tl.constexpr(512)  # programs of a section of heads: enough to fill a device
 
 
 @triton.jit
