@@ -1,6 +1,7 @@
 """What a program says in one call, written as what it means, so that recognition has one thing to read.
 
     scaled_dot_product_attention(Q, K, V)    softmax(scale Q K^T + mask) V              patterns/sdpa.py
+    cosine_similarity(Q, K), |Q - K|^2       a product of Q and K, and what each adds    patterns/distances.py
     einsum(P, V, W), P V + C in one call     (P V) W; P V, and C added                   patterns/chains.py
     N / D,  both summed chunk by chunk       softmax([s_1, .., s_n]) [V_1; ..; V_n]      patterns/online.py
     [Q K_1^T, .., Q K_n^T]                   Q [K_1; ..; K_n]^T                          patterns/together.py
@@ -21,6 +22,7 @@ from torch.fx import GraphModule
 
 from fusecomp.graph.rewriting import Written, attempt
 from fusecomp.patterns.chains import unchain
+from fusecomp.patterns.distances import measure
 from fusecomp.patterns.dropout import seed_dropouts
 from fusecomp.patterns.folding import fold
 from fusecomp.patterns.joined import join
@@ -30,7 +32,7 @@ from fusecomp.patterns.sdpa import define
 from fusecomp.patterns.sums import distribute
 from fusecomp.patterns.together import bring_together
 
-MEANINGS = (define, unchain, at_once, bring_together, join, renormalise, distribute, fold, seed_dropouts)
+MEANINGS = (define, measure, unchain, at_once, bring_together, join, renormalise, distribute, fold, seed_dropouts)
 
 
 def raised(_: str, error: Exception) -> None:

@@ -36,6 +36,7 @@ from corpus import (
     paged_written,
     pieces,
     score,
+    similar,
     spelled,
     totals,
     twins,
@@ -52,7 +53,7 @@ LONG = (
     paged_near_writes, paged_near_served, paged_shared, families,
 )  # fmt: skip
 TABLES = (*LONG, spelled, masked, packed, written, twins, idioms, logsums, extended, functions,
-          normalised, calls, pieces, online, assigned, totals)  # fmt: skip
+          normalised, calls, pieces, online, assigned, totals, similar)  # fmt: skip
 
 QUICK = {
     "mul_scale", "exp_over_sum", "einsum_bqhd", "k_permuted_straight_equal_axes", "bmm_scaled", "diffusers_baddbmm",
