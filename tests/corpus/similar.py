@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import torch.nn.functional as F
 from corpus.table import FULL, INF, Table, places, qkv, scores, square
