@@ -1,0 +1,13 @@
+"""Floor 2, recognition: attention in a graph becomes a region, or a decline that says why and where.
+
+    attention, contraction, products    the anchor: two products, around a softmax over the keys
+    lift                                what lies between, at one index, as a scalar expression; its rules are in
+    spellings, scalars, activations, reductions     functions of elements and of rows
+    views, fetches, progressions, rounding          rearrangements, look-ups, running sums, dtypes
+    weights, exponentials, normalisers, rows        the softmax in that expression, however it was spelled
+    masks, dropout, logsums             the mask in it, and what stands beside the softmax
+    operands, quantised, apart, naming  what Q, K, V and the others are in memory, and what they are called
+    build, reasons                      the region and its binding, or why there is none
+    written                             what is rewritten before any of this, each in a module of its own:
+    chains, distances, folding, joined, online, renormalised, sdpa, series, sums, together
+"""

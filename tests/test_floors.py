@@ -7,6 +7,7 @@ import re
 import statistics
 import subprocess
 from collections.abc import Iterator
+from fnmatch import fnmatch
 from functools import cache
 from pathlib import Path
 
@@ -122,6 +123,20 @@ def test_functions_are_short() -> None:
     functions = [n for path in sources().values() for n in ast.walk(tree(path)) if isinstance(n, ast.FunctionDef)]
     lengths = [(n.end_lineno or n.lineno) - n.lineno + 1 for n in functions]
     assert statistics.median(lengths) <= 12
+
+
+MAPPED = (
+    "fusecomp/ir", "fusecomp/graph", "fusecomp/paged", "patterns", "fusecomp/planning", "codegen", "fusecomp/running",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("folder", MAPPED)
+def test_a_folders_docstring_says_what_each_of_its_modules_is_for(folder: str) -> None:
+    said = ast.get_docstring(tree(ROOT / folder / "__init__.py"), clean=False) or ""
+    names = [name for line in re.findall(r"^    ([\w*]+(?:, [\w*]+)*)", said, re.M) for name in line.split(", ")]
+    modules = [path.stem for path in (ROOT / folder).glob("*.py") if path.stem != "__init__"]
+    assert [m for m in modules if not any(fnmatch(m, name) for name in names)] == []
+    assert [name for name in names if not any(fnmatch(m, name) for m in modules)] == []
 
 
 # Every rule is about one person's machine or one team's bookkeeping, which mean nothing to a reader elsewhere.

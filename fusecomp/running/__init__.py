@@ -1,0 +1,10 @@
+"""Floor 5, running: a kernel is loaded, launched, verified, and put into the graph.
+
+    lower, loader, launching, tune              a region made runnable: planned, emitted, loaded, launched
+    library, hopper, cpu, blocks                who runs it: PyTorch's SDPA, Hopper's kernel, operators on a CPU
+    backward                                    gradients without a kernel, by recomputation
+    verify, verdict, expected, inputs, subgraph the judge: random inputs, the graph's own nodes in float64
+    cache                                       kernels and verdicts on disk
+    operator, substitute, sums, visits, layout  what stands in the graph instead
+    calls, inductor, direct, replay             what a call of it costs the host, made small
+"""
