@@ -97,9 +97,8 @@ def squared(node: Node) -> Squared | None:
     norm = root(node)
     if norm is None:
         return None
-    if op_name(norm) == "cdist" and argument(norm, 2, "p", 2.0) == 2 and len(norm.all_input_nodes) == 2:
-        x, y = norm.all_input_nodes
-        return Squared(x, y, -1, (norm,), pairs=True)
+    if op_name(norm) == "cdist" and argument(norm, 2, "p", 2.0) == 2:
+        return Squared(norm.args[0], norm.args[1], -1, (norm,), pairs=True)  # type: ignore[arg-type]
     dims = argument(norm, 2, "dim")
     euclidean = op_name(norm) in ("linalg_vector_norm", "norm") and argument(norm, 1, "ord", 2) == 2
     whole = isinstance(dims, list | tuple) and len(dims) == 1 and not argument(norm, 3, "keepdim", False)

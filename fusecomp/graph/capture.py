@@ -170,7 +170,7 @@ def writes_apart(graph: Graph) -> None:
     lengths PyTorch takes every slice of x[:, :, mask] = c, though it takes all of x."""
     order = {n: i for i, n in enumerate(graph.nodes)}
     for node in graph.nodes:
-        target = node.args[0] if node.args else None
+        target: Any = node.args[0] if node.args else None
         source = target
         while isinstance(source, Node) and takes_all(source):
             source = source.args[0]

@@ -69,6 +69,11 @@ def cdist(q: Tensor, k: Tensor, v: Tensor, keep: Tensor) -> Tensor:
     return torch.softmax((-0.5 * torch.cdist(q, k) ** 2).masked_fill(~keep, -INF), -1) @ v
 
 
+@CASES.fuse(lambda d: [d(2, d.n(21), 8)], grad=(0,), dtypes=FULL)
+def cdist_of_one_with_itself(x: Tensor) -> Tensor:
+    return torch.softmax(-torch.cdist(x, x) ** 2, -1) @ x
+
+
 @CASES.fuse(lambda d: [*qkv(d), d(1)], grad=(0, 1, 2, 3), dtypes=FULL)
 def cdist_of_learned_width(q: Tensor, k: Tensor, v: Tensor, width: Tensor) -> Tensor:
     far = torch.cdist(q, k, compute_mode="donot_use_mm_for_euclid_dist").square()
