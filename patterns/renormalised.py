@@ -1,9 +1,11 @@
 """Weights that are normalised a second time, after a factor: their sum is one more column of values.
 
     w / g(sum_j w_j) V = N / g(D),    [N, D] = w [V, 1],    w = f softmax(S)
+    f exp(S) / sum_j f_j exp(S_j)  = w / sum_j w_j
 
 Exact for any g: soft spans and masks are written so, with an epsilon in g. Where w is 0 or a weight and g adds nothing,
-the softmax's own normaliser does it (`patterns/weights.py`).
+the softmax's own normaliser does it (`patterns/weights.py`). Exponentials are no softmax: beside an epsilon their size
+counts.
 """
 
 from __future__ import annotations
@@ -23,11 +25,14 @@ from fusecomp.ir.algebra import const
 from fusecomp.ir.expr import Const
 from fusecomp.patterns.contraction import Contraction, contraction, without_ones
 from fusecomp.patterns.lift import argument, axis
-from fusecomp.patterns.sums import leads_to_softmax
+from fusecomp.patterns.sums import between, leads_to_softmax
 
 CASTS = ("to", "_to_copy", "type_as", "float")
-POINTWISE = ("add", "clamp", "clamp_min", "clip", "max", "maximum", "unsqueeze", "expand", *CASTS)
+STRETCHES = ("expand", "expand_as")
+MOVES = ("unsqueeze", *STRETCHES, *CASTS)
+POINTWISE = ("add", "clamp", "clamp_min", "clip", "max", "maximum", *MOVES)
 """What may stand between the sum and the division."""
+POSITIVE = ("softmax", "_softmax", "exp", "sigmoid")
 
 
 @dataclass(frozen=True)
@@ -41,10 +46,18 @@ class Renormalised:
     total: Node
     between: tuple[Node, ...]
     """From the sum to what divides, in order."""
+    exponential: Node | None = None
+    """exp(S), where that stands in place of softmax(S)."""
 
     @property
     def divisor(self) -> Node:
         return self.between[-1] if self.between else self.total
+
+    @property
+    def parts(self) -> list[Node]:
+        """What the weights are made of here: themselves, or exponents and factor."""
+        factors = [n for n in self.weights.all_input_nodes if n is not self.exponential]
+        return [self.weights] if self.exponential is None else [self.exponential.args[0], *factors]  # type: ignore[list-item]
 
     @property
     def column(self) -> str:
@@ -62,9 +75,10 @@ def renormalise(module: GraphModule) -> Iterator[Written]:
             found = read(node, side)
             if found is not None and undisturbed(module, found):
                 others = [x for n in found.between for x in n.all_input_nodes if x not in (found.total, *found.between)]
-                inputs = list(dict.fromkeys([found.weights, side.right, *others]))
+                inputs = list(dict.fromkeys([*found.parts, side.right, *others]))
+                before = node.prev
                 output = inline(node, divided(found, inputs), inputs)
-                yield write(node, output, [n for n in found.weights.users if op_name(n) == "einsum"])
+                yield write(node, output, [n for n in between(before, node) if op_name(n) == "einsum"])
                 break
 
 
@@ -78,27 +92,51 @@ def read(product: Node, spec: Contraction) -> Renormalised | None:
     if not (is_tensor(weights) and is_tensor(divisor)) or shape(weights) != shape(quotient):  # type: ignore[arg-type]
         return None
     total = next((n for n in weights.users if summed(n, weights, spec.left_axes.index(key))), None)  # type: ignore[union-attr, arg-type]
-    if total is None or set(weights.users) != {total, quotient} or not leads_to_softmax(weights):  # type: ignore[union-attr, arg-type]
+    readers = {n for n in weights.users if op_name(n) not in STRETCHES}  # type: ignore[union-attr]
+    if total is None or readers != {total, quotient}:
         return None
     below = reach([total], lambda n: [u for u in n.users if u is not quotient])
-    between = tuple(n for n in quotient.graph.nodes if n in below and n is not total)
+    steps = [n for n in quotient.graph.nodes if n in below and n is not total]
+    if (steps[-1] if steps else total) is not divisor or not all(map(pointwise, steps)):
+        return None
+    if steps and op_name(steps[-1]) in STRETCHES and shape(divisor) == shape(quotient):  # type: ignore[arg-type]
+        steps.pop()
+    found = Renormalised(product, spec, weights, total, tuple(steps), exponential(weights))  # type: ignore[arg-type]
     own = [a for a in spec.out_axes if a not in spec.left_axes]
     alike = {dtype(n) for n in (weights, quotient, spec.right, product)} == {dtype(total)}  # type: ignore[arg-type]
     fits = len(own) == 1 and set(spec.out_axes) - set(own) == set(spec.left_axes) - {key} and own[0] in spec.right_axes
-    found = Renormalised(product, spec, weights, total, between)  # type: ignore[arg-type]
-    if not (fits and alike) or found.divisor is not divisor or not all(map(pointwise, between)):
-        return None
     row = tuple(const(1) if a == key else n for a, n in zip(spec.left_axes, shape(quotient), strict=True))
-    return found if shape(found.divisor) == row and (between or soft(weights)) else None  # type: ignore[arg-type]
+    meant = leads_to_softmax(weights) if found.exponential is None else all(op_name(n) in MOVES for n in steps)  # type: ignore[arg-type]
+    apart = bool(steps) or soft(weights)  # type: ignore[arg-type]
+    return found if fits and alike and meant and apart and shape(found.divisor) == row else None
+
+
+def exponential(weights: Node) -> Node | None:
+    """exp(S) of f exp(S)"""
+    for e in weights.all_input_nodes if op_name(weights) == "mul" and all(map(is_tensor, weights.args)) else ():
+        if op_name(e) == "exp" and list(e.users) == [weights] and shape(e) == shape(weights):
+            return e
+    return None
 
 
 def summed(node: Node, weights: Node, key: int) -> bool:
-    """Whether `node` sums the weights over the keys."""
-    if op_name(node) != "sum":
+    """Whether `node` sums the weights over the keys; so does their norm of order 1, where none is negative."""
+    norm = op_name(node) in ("linalg_vector_norm", "norm") and argument(node, 1, "ord", 2) == 1 and positive(weights)
+    if op_name(node) != "sum" and not norm:
         return False
-    dim = argument(node, 1, "dim")
+    dim = argument(node, 2 if norm else 1, "dim")
     dims = [axis(d, len(shape(weights))) for d in (dim if isinstance(dim, list | tuple) else [dim]) if d is not None]
     return dims == [key]
+
+
+def positive(weights: Node) -> bool:
+    """Whether the weights are provably not negative."""
+    while op_name(weights) in CASTS:
+        weights = weights.args[0]  # type: ignore[assignment]
+    sides = [x for x in weights.args if is_tensor(x)]
+    if op_name(weights) == "mul" and len(sides) == 2:
+        return all(map(positive, sides))  # type: ignore[arg-type]
+    return op_name(weights) in POSITIVE or truth(weights)
 
 
 def pointwise(node: Node) -> bool:
@@ -128,6 +166,7 @@ def truth(node: Node) -> bool:
 def undisturbed(module: GraphModule, found: Renormalised) -> bool:
     """Whether all may as well be computed where the product is."""
     nodes = [found.weights, found.total, *found.between, found.spec.left]
+    nodes += [found.exponential] if found.exponential is not None else []
     return movable(module, nodes, [x for n in nodes for x in (n, *n.all_input_nodes)], found.product)
 
 
@@ -139,6 +178,9 @@ def divided(found: Renormalised, inputs: list[Node]) -> Callable[..., Tensor]:
 
     def product(*tensors: Tensor) -> Tensor:
         known = dict(zip(inputs, tensors, strict=True))
+        if (e := found.exponential) is not None:
+            known[e] = torch.softmax(known[e.args[0]], spec.left_axes.index(key))  # type: ignore[index]
+            known[found.weights] = torch.mul(*(known[x] for x in found.weights.args))  # type: ignore[index]
         values, place = without_ones(known[spec.right], spec.right_axes), axes.index(column)
         values = torch.cat([values, torch.ones_like(values.narrow(place, 0, 1))], place)
         both = torch.einsum(f"{spec.left_axes},{axes}->{spec.out_axes}", known[found.weights], values)

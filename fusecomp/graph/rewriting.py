@@ -150,12 +150,13 @@ def _line(node: Node, instead: dict[Node, Node]) -> Iterator[Node]:
 
 def erased(node: Node) -> list[Call]:
     """Erase a node, and what only it read: those calls, in order."""
-    calls, stack = [], [node]
+    calls: dict[Node, Call] = {}
+    stack = [node]
     while stack:
         n = stack.pop()
-        if n.op == "call_function" and not n.users:
+        if n.op == "call_function" and not n.users and n not in calls:  # two that are erased may read one
             above = n.all_input_nodes
-            calls.append(Call(n, n.args, n.kwargs))
+            calls[n] = Call(n, n.args, n.kwargs)
             n.graph.erase_node(n)
             stack += above
-    return calls[::-1]
+    return list(calls.values())[::-1]

@@ -36,8 +36,50 @@ def norm_of_masked_exponentials(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return F.normalize(e, p=1, dim=-1) @ v
 
 
+@CASES.fuse(square)
+def norm_of_masked_weights(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    i, j = places(q, k)
+    return F.normalize(scores(q, k).softmax(-1) * (j <= i).to(q.dtype), p=1, dim=-1) @ v
+
+
+@CASES.fuse(lambda d: [*square(d), d(2, 3, d.n(21), d.n(21))], grad=(0, 1, 2, 3))
+def norm_of_gated_weights(q: Tensor, k: Tensor, v: Tensor, gate: Tensor) -> Tensor:
+    return F.normalize(scores(q, k).softmax(-1) * gate.sigmoid(), p=1, dim=-1, eps=1e-6) @ v
+
+
+@CASES.fuse(lambda d: [*square(d), d(3, d.n(21), d.n(21)).abs()], grad=(0, 1, 2, 3))
+def exponentials_times_a_prior(q: Tensor, k: Tensor, v: Tensor, prior: Tensor) -> Tensor:
+    s = scores(q, k)
+    w = (s - rows(s)).exp() * prior
+    return (w / w.sum(-1, keepdim=True)) @ v
+
+
+@CASES.fuse(lambda d: [*square(d), d(2, 1, d.n(21), d.n(21)) > -0.5], note="an adjacency that is passed as numbers")
+def edges_of_a_graph(q: Tensor, k: Tensor, v: Tensor, edges: Tensor) -> Tensor:
+    w = edges.to(q.dtype).relu() * scores(q, k).exp()
+    return torch.einsum("bhij,bhjd->bhid", w / w.sum(-1).unsqueeze(-1), v)
+
+
 # ----------------------------------------------------------------------------------------------------------------
 # Other functions
+
+
+@CASES.decline(lambda d: [*square(d), d(3, d.n(21), d.n(21)).abs()], "not a softmax of the scores times a factor")
+def prior_and_an_epsilon(q: Tensor, k: Tensor, v: Tensor, prior: Tensor) -> Tensor:
+    s = scores(q, k)
+    w = (s - rows(s)).exp() * prior
+    return (w / (w.sum(-1, keepdim=True) + 0.5)) @ v
+
+
+@CASES.decline(lambda d: [*square(d), d(2, 3, d.n(21), d.n(21))])
+def norm_of_weights_that_may_be_negative(q: Tensor, k: Tensor, v: Tensor, gate: Tensor) -> Tensor:
+    return F.normalize(scores(q, k).softmax(-1) * gate, p=1, dim=-1) @ v
+
+
+@CASES.decline(lambda d: [*square(d), d(3, d.n(21), d.n(21)).abs()])
+def prior_of_the_sum_alone(q: Tensor, k: Tensor, v: Tensor, prior: Tensor) -> Tensor:
+    e = scores(q, k).exp()
+    return (e / (e * prior).sum(-1, keepdim=True)) @ v
 
 
 @CASES.decline(square)
