@@ -69,3 +69,12 @@ def known(row_max):
         "=r,f", [row_max], dtype=gl.int32, is_pure=False, pack=1,
     )
 '''
+
+WIDEN = '''
+@gluon.jit
+def widen(x):
+    """bfloat16 as float32, two in a register at a time: Triton would take each out first."""
+    return gl.inline_asm_elementwise(
+        "shl.b32 $0, $2, 16; and.b32 $1, $2, 0xffff0000;", "=r,=r,r", [x], dtype=gl.float32, is_pure=True, pack=2
+    )
+'''

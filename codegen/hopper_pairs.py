@@ -3,15 +3,19 @@ memory by the warp that copies K and V. (frame) -> lines; nothing where nothing 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
+from dataclasses import dataclass
 
+from fusecomp.codegen.base2 import peel
 from fusecomp.codegen.copied import WIDTHS
 from fusecomp.codegen.frame import Frame
-from fusecomp.codegen.hopper import GROUP_ROWS, blocks
+from fusecomp.codegen.hopper import GROUP_ROWS, blocks, holds_q
 from fusecomp.codegen.memory import widened
 from fusecomp.codegen.printer import triton_dtype
 from fusecomp.codegen.skeletons import fill
-from fusecomp.ir.expr import Load, Var, variables
+from fusecomp.ir.expr import Apply, Load, Score, Var, parts, variables
+from fusecomp.ir.region import extent
 
 Lines = list[str]
 
@@ -90,5 +94,37 @@ def read(frame: Frame) -> Lines:
     if not frame.copied:
         return []
     index = "index(count % BUFFERS * GROUPS + group)"
-    tiles = [f"{name} = {x.tensor}_smem.{index}.load(SCORES){widened(x.dtype)}" for name, x in frame.copied]
+    loads = [(name, x.dtype, f"{x.tensor}_smem.{index}.load(SCORES)") for name, x in frame.copied]
+    tiles = [
+        f"{name} = {f'widen({load})' if dtype == 'bfloat16' else load + widened(dtype)}" for name, dtype, load in loads
+    ]
     return fill(READ, {"tiles": tiles}).splitlines()
+
+
+@dataclass(frozen=True)
+class Start:
+    """S = scale Q K^T + tile: the product adds to what comes from shared memory, and Q is scaled."""
+
+    tile: str
+    scale: float
+
+
+def start(frame: Frame) -> Start | None:
+    """S in these parts, where registers hold Q and the scale, a power of two, rounds nothing in it."""
+    held = holds_q(frame.plan, extent(frame.region.dv)) and frame.region.out_dtype == "bfloat16"
+    if len(frame.copied) != 1 or not held or frame.exponent.scale != 1.0:
+        return None
+    (name, load), tests = frame.copied[0], [x for e in frame.region.keep for x in parts(e)]
+    match frame.exponent.score:
+        case Apply("add", (x, y)) if load in (x, y) and load not in tests:
+            core, scale = peel(y if x == load else x)
+            return Start(name, scale) if core == Score(0) and math.frexp(scale)[0] == 0.5 else None
+    return None
+
+
+def scaled(frame: Frame) -> Lines:
+    """Q as that product takes it."""
+    begun = start(frame)
+    if begun is None or begun.scale == 1.0:
+        return []
+    return [f"q_tile = (q_tile * {begun.scale}).to({triton_dtype(frame.region.out_dtype)})"]

@@ -157,9 +157,10 @@ def consume(given, group: gl.constexpr):
         k_start = «first_start»
         count = done
         «ahead»
+        «pairs_first»
         copied(k_ready, count, STAGES)
         k_tile = k_smem.index(count % STAGES).permute((1, 0))
-        score = warpgroup_mma(q_tile, k_tile, gl.zeros([64, BLOCK_N], gl.float32, SCORES), use_acc=False, is_async=True)
+        score = warpgroup_mma(q_tile, k_tile, «product»is_async=True)
         score = warpgroup_mma_wait(0, (score,))
         barrier("arrive", K_FREE + count % STAGES, THREADS)
         «pairs»
@@ -198,6 +199,7 @@ def consume(given, group: gl.constexpr):
 
 HELD = '''\
 q_tile = q_smem.index(group).load(Q_TILE)
+«scaled»
 fence_async_shared()
 barrier("arrive", Q_FREE + group, 160)
 '''
@@ -213,10 +215,11 @@ STEP = '''\
 k_start = «k_start»
 count = done + block
 «ahead»
+«pairs_first»
 copied(k_ready, count, STAGES)
 barrier("sync", MULTIPLY + group, 256)
 k_tile = k_smem.index(count % STAGES).permute((1, 0))
-score = warpgroup_mma(q_tile, k_tile, gl.zeros([64, BLOCK_N], gl.float32, SCORES), use_acc=False, is_async=True)
+score = warpgroup_mma(q_tile, k_tile, «product»is_async=True)
 copied(v_ready, count - 1, STAGES)
 acc = warpgroup_mma(p, v_smem.index((count - 1) % STAGES), acc, is_async=True)
 barrier("arrive", MULTIPLY + (group + 1) % GROUPS, 256)

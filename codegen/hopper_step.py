@@ -23,11 +23,13 @@ Holes = dict[str, str | Lines]
 def weighed(frame: Frame, e: Exponent, slope: Slope | None) -> Holes:
     """P of a tile, and what else every step has."""
     factor = f" * {frame.factor(e)}" if e.scale != 1.0 else ""
-    once = at_once(frame.plan)
+    once, begun = at_once(frame.plan), pairs.start(frame)
     return {
         "to_max": " + shift" if slope else factor,
         "dtype": triton_dtype(frame.region.out_dtype),
-        "pairs": pairs.read(frame),
+        "pairs": [] if begun else pairs.read(frame),
+        "pairs_first": pairs.read(frame) if begun else [],
+        "product": f"{begun.tile}, " if begun else "gl.zeros([64, BLOCK_N], gl.float32, SCORES), use_acc=False, ",
         **_exponentials(e, f"score{factor}", slope),
         "scored": (AT_ONCE if once else ONE_BY_ONE).splitlines(),
         "known": [] if once else ["known(new_max)"],

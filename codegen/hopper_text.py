@@ -13,7 +13,7 @@ from fusecomp.codegen.copied import COLUMNS
 from fusecomp.codegen.frame import Frame
 from fusecomp.codegen.function import quoted
 from fusecomp.codegen.hopper import GROUP_ROWS, REGISTERS, blocks, expresses, holds_q
-from fusecomp.codegen.hopper_functions import BARRIERS, BASE_2, IMPORTS, KNOWN, TANH
+from fusecomp.codegen.hopper_functions import BARRIERS, BASE_2, IMPORTS, KNOWN, TANH, WIDEN
 from fusecomp.codegen.hopper_keys import walk
 from fusecomp.codegen.hopper_launch import LAUNCH_HELPERS, launch
 from fusecomp.codegen.hopper_skeletons import (
@@ -40,7 +40,7 @@ from fusecomp.codegen.source import names_read, tidy
 from fusecomp.codegen.table_ranges import range_kernels
 from fusecomp.codegen.tile import of_full, tests_of_edge
 from fusecomp.errors import KernelError
-from fusecomp.ir.expr import Const, Expr, Load, Var, parts
+from fusecomp.ir.expr import Const, Expr, Load, Score, Var, parts
 from fusecomp.ir.region import extent
 
 Lines = list[str]
@@ -68,7 +68,7 @@ def hopper(frame: Frame, saves_lse: bool = False) -> tuple[str, list[str]]:
     places = fill(HELPERS, {"length": length, "m": triton_text(frame.q_idx.size, frame.names)})
     attention, params = _attention(frame, produced, consumed)
     called = names_read(consume)
-    functions = {"known": KNOWN, "tanh": TANH, "base_2": BASE_2}
+    functions = {"known": KNOWN, "tanh": TANH, "base_2": BASE_2, "widen": WIDEN}
     helpers = [BARRIERS, places, *(text for name, text in functions.items() if name in called)]
     texts = [*helpers, produce, consume, attention, LAUNCH_HELPERS]
     tables = range_kernels(frame.region, frame.plan) if frame.tabled else []
@@ -154,16 +154,17 @@ def _consumer(frame: Frame, saves_lse: bool) -> Holes:
     """What four warps do with a tile."""
     size, e = extent(frame.region.dv), frame.exponent
     slope = None if frame.tabled else sloped(e, frame.q_idx, frame.kv_idx, frame.moving)
-    e = replace(e, score=slope.score) if slope else e
+    begun = pairs.start(frame)
+    e = replace(e, score=slope.score if slope else Score(0) if begun else e.score)
     shared, keys, (plain, loose) = weighed(frame, e, slope), walk(frame), of_full(frame, e)
     edge, full = scored(frame, e, tests_of_edge(frame), slope, True), scored(frame, plain, loose, slope, False)
     edge_step = fill(STEP, {**shared, **edge, "k_start": keys.begin("block")})
     full_step = fill(STEP, {**shared, **full, "k_start": keys.begin("block")})
-    held = HELD.splitlines() if holds_q(frame.plan, size) else []
+    held = fill(HELD, {"scaled": pairs.scaled(frame)}).splitlines() if holds_q(frame.plan, size) else []
     above, below = keys.full
     return {
         "rows": _rows(frame),
-        "pairs": shared["pairs"],
+        **{name: shared[name] for name in ("pairs", "pairs_first", "product", "weights")},
         "query": held or ["q_tile = q_smem.index(group)"],
         "query_read": [] if held else ['barrier("arrive", Q_FREE + group, 160)'],
         "pointers": [*element_pointers(frame), *rising(frame, slope)],
@@ -177,7 +178,6 @@ def _consumer(frame: Frame, saves_lse: bool) -> Holes:
         "edge_score": edge["score"],
         "full_step": full_step.splitlines(),
         "first_max": f"gl.maximum(gl.max(score, axis=1){shared['to_max']}, {_least(frame)})",
-        "weights": shared["weights"],
         "dtype": shared["dtype"],
         "size": str(size),
         "finish": _finish(frame, saves_lse),

@@ -182,6 +182,24 @@ def test_biases_come_in_blocks() -> None:
     assert copied(larger)
 
 
+def test_a_product_is_added_to_its_bias() -> None:
+    """Where Q takes the scale up without a rounding: by a power of two, in bfloat16, in registers."""
+    bias, loads = load(0, h, q_idx, kv_idx, dtype="bfloat16"), [((H, M, N), "bfloat16")]
+    added = lambda s, **more: half(apply("add", s, bias), loads=loads, **more)  # noqa: E731
+    for region, scaled, begun in (
+        (added(SCALED), True, True),
+        (half(apply("add", bias, score), loads=loads), False, True),
+        (added(times(score, 0.1)), False, False),
+        (added(SCALED, dtype="float16"), False, False),
+        (added(CAPPED), False, False),
+        (half(BIASED, apply("gt", bias, Const(0.0)), loads=loads), False, False),
+    ):
+        text = emit(region, specialised(region, tiles(region))).text
+        assert ("q_tile = (q_tile * 0.125).to(gl.bfloat16)" in text) == scaled
+        assert (", load0_tile, is_async=True" in " ".join(text.split())) == begun
+        assert ("score = load0_tile + score" in text or "+ load0_tile" in text) == (not begun)
+
+
 def test_what_rises_along_the_keys_is_a_row_and_a_shift() -> None:
     region = EXPRESSED["alibi"]
     text = emit(region, specialised(region, tiles(region))).text
