@@ -31,6 +31,7 @@ def biased_causal(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Tensor:
 @pytest.mark.parametrize(("fn", "outer", "size", "dtype"), [
     (biased, (2, 4), 64, torch.bfloat16), (biased, (1, 4), 128, torch.float16), (biased, (4,), 128, torch.bfloat16),
     (biased_causal, (2, 4), 64, torch.float16), (biased_causal, (4,), 128, torch.bfloat16),
+    (biased_causal, (4,), 64, torch.bfloat16),
 ], ids=lambda x: getattr(x, "__name__", str(x)))  # fmt: skip
 def test_biases(fn: Callable[..., Tensor], outer: tuple[int, ...], size: int, dtype: torch.dtype) -> None:
     """In blocks, which the ends of the queries and of the keys cut."""
