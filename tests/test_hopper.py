@@ -18,7 +18,7 @@ from regions import H, M, N, age, attention, b, causal, dropout, filled, grouped
 
 from fusecomp.codegen import hopper_choice
 from fusecomp.codegen.compiled import cross_compile
-from fusecomp.codegen.copied import copied, pair_loads
+from fusecomp.codegen.copied import pair_loads
 from fusecomp.codegen.emit import emit
 from fusecomp.codegen.hopper import expresses, specialised
 from fusecomp.errors import KernelError
@@ -156,48 +156,6 @@ def test_three_groups_wait_for_both_products_at_once() -> None:
         loop = emit(region, specialised(region, tiles(region))).text.split("for block in range(1, blocks):")[1]
         assert one in loop
         assert ("known(new_max)" in loop) == (name == "full")
-
-
-def test_one_multiply_add_makes_an_exponential_of_a_bias() -> None:
-    """Also of the least float, which hides a key, and a row where it hides all of them."""
-    region = EXPRESSED["bias"]
-    text = emit(region, specialised(region, tiles(region))).text
-    assert "weights = gl.exp2(score * unit[:, None] - top[:, None])" in text
-    assert "base_2" not in emit(EXPRESSED["alibi"], specialised(EXPRESSED["alibi"], tiles(EXPRESSED["alibi"]))).text
-
-
-def test_biases_come_in_blocks() -> None:
-    """Two tiles of them in shared memory, or none: then each thread reads its own elements."""
-    for name, buffers in (("bias", 2), ("bias, D128", 2), ("bias, float32", 2), ("bias, element by element", 0)):
-        region = EXPRESSED[name]
-        text = emit(region, specialised(region, tiles(region))).text
-        assert (f"BUFFERS = gl.constexpr({buffers})" in text) == bool(buffers)
-        assert ("gl.load(load0_tile_base" in text.replace("\n", "")) == (not buffers)
-    large = half(BIASED, d=256, loads=[((H, M, N), "bfloat16")])
-    assert hopper_plan(large, LONG, find("h200")) is None
-    part = half(apply("add", SCALED, load(0, h, q_idx, apply("add", kv_idx, Const(3)), dtype="bfloat16")),
-                loads=[((H, M, apply("add", N, Const(3))), "bfloat16")])  # fmt: skip
-    assert not copied(part)
-    larger = half(BIASED, loads=[((H, Const(5000), Const(6000)), "bfloat16")])
-    assert copied(larger)
-
-
-def test_a_product_is_added_to_its_bias() -> None:
-    """Where Q takes the scale up without a rounding: by a power of two, in bfloat16, in registers."""
-    bias, loads = load(0, h, q_idx, kv_idx, dtype="bfloat16"), [((H, M, N), "bfloat16")]
-    added = lambda s, **more: half(apply("add", s, bias), loads=loads, **more)  # noqa: E731
-    for region, scaled, begun in (
-        (added(SCALED), True, True),
-        (half(apply("add", bias, score), loads=loads), False, True),
-        (added(times(score, 0.1)), False, False),
-        (added(SCALED, dtype="float16"), False, False),
-        (added(CAPPED), False, False),
-        (half(BIASED, apply("gt", bias, Const(0.0)), loads=loads), False, False),
-    ):
-        text = emit(region, specialised(region, tiles(region))).text
-        assert ("q_tile = (q_tile * 0.125).to(gl.bfloat16)" in text) == scaled
-        assert (", load0_tile, is_async=True" in " ".join(text.split())) == begun
-        assert ("score = load0_tile + score" in text or "+ load0_tile" in text) == (not begun)
 
 
 def test_what_rises_along_the_keys_is_a_row_and_a_shift() -> None:

@@ -1,0 +1,57 @@
+"""What the kernel for Hopper's tensor cores reads for each pair: in blocks, which the product is added to."""
+
+from __future__ import annotations
+
+from kernels import tiles
+from regions import H, M, N, h, kv_idx, load, q_idx, score, times
+from test_hopper import BIASED, CAPPED, EXPRESSED, LONG, SCALED, half
+
+from fusecomp.codegen.copied import copied
+from fusecomp.codegen.emit import emit
+from fusecomp.codegen.hopper import specialised
+from fusecomp.ir.algebra import apply
+from fusecomp.ir.expr import Const
+from fusecomp.planning.device import find
+from fusecomp.running.hopper import planned as hopper_plan
+
+
+def test_biases_come_in_blocks() -> None:
+    """Two tiles of them in shared memory, or none: then each thread reads its own elements."""
+    for name, buffers in (("bias", 2), ("bias, D128", 2), ("bias, float32", 2), ("bias, element by element", 0)):
+        region = EXPRESSED[name]
+        text = emit(region, specialised(region, tiles(region))).text
+        assert (f"BUFFERS = gl.constexpr({buffers})" in text) == bool(buffers)
+        assert ("gl.load(load0_tile_base" in text.replace("\n", "")) == (not buffers)
+    large = half(BIASED, d=256, loads=[((H, M, N), "bfloat16")])
+    assert hopper_plan(large, LONG, find("h200")) is None
+    part = half(apply("add", SCALED, load(0, h, q_idx, apply("add", kv_idx, Const(3)), dtype="bfloat16")),
+                loads=[((H, M, apply("add", N, Const(3))), "bfloat16")])  # fmt: skip
+    assert not copied(part)
+    larger = half(BIASED, loads=[((H, Const(5000), Const(6000)), "bfloat16")])
+    assert copied(larger)
+
+
+def test_one_multiply_add_makes_an_exponential_of_a_bias() -> None:
+    """Also of the least float, which hides a key, and a row where it hides all of them."""
+    region = EXPRESSED["bias"]
+    text = emit(region, specialised(region, tiles(region))).text
+    assert "weights = gl.exp2(score * unit[:, None] - top[:, None])" in text
+    assert "base_2" not in emit(EXPRESSED["alibi"], specialised(EXPRESSED["alibi"], tiles(EXPRESSED["alibi"]))).text
+
+
+def test_a_product_is_added_to_its_bias() -> None:
+    """Where Q takes the scale up without a rounding: by a power of two, in bfloat16, in registers."""
+    bias, loads = load(0, h, q_idx, kv_idx, dtype="bfloat16"), [((H, M, N), "bfloat16")]
+    added = lambda s, **more: half(apply("add", s, bias), loads=loads, **more)  # noqa: E731
+    for region, scaled, begun in (
+        (added(SCALED), True, True),
+        (half(apply("add", bias, score), loads=loads), False, True),
+        (added(times(score, 0.1)), False, False),
+        (added(SCALED, dtype="float16"), False, False),
+        (added(CAPPED), False, False),
+        (half(BIASED, apply("gt", bias, Const(0.0)), loads=loads), False, False),
+    ):
+        text = emit(region, specialised(region, tiles(region))).text
+        assert ("q_tile = (q_tile * 0.125).to(gl.bfloat16)" in text) == scaled
+        assert (", load0_tile, is_async=True" in " ".join(text.split())) == begun
+        assert ("score = load0_tile + score" in text or "+ load0_tile" in text) == (not begun)
