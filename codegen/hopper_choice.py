@@ -27,7 +27,7 @@ AT_MOST_TRAINED = 1.5
 0.52 ms by kernels for Hopper, and 1.57 by portable ones (probes_h200.json)."""
 LEAST_BUFFERS = 2
 """Tiles in shared memory of what the score reads for each pair. With two a bias of each head (B 4, H 16, N 4096, D 64)
-takes 0.78 ms where the portable kernel takes 0.99 (probes_h200.json); one is not ready when it is needed."""
+took 0.78 ms where the portable kernel takes 0.99 (probes_h200.json); one is not ready when it is needed."""
 
 
 def planned(

@@ -103,7 +103,8 @@ def read(frame: Frame) -> Lines:
 
 @dataclass(frozen=True)
 class Start:
-    """S = scale Q K^T + tile: the product adds to what comes from shared memory, and Q is scaled."""
+    """S = scale Q K^T + tile: the product adds to what comes from shared memory, and Q is scaled. Added afterwards, on
+    every group's way to its exponentials, it took 0.756 ms, not 0.624 (B 4, H 16, N 4096, D 64; probes_h200.json)."""
 
     tile: str
     scale: float

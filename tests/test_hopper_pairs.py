@@ -31,6 +31,15 @@ def test_biases_come_in_blocks() -> None:
     assert copied(larger)
 
 
+def test_copies_of_keys_make_room_for_a_wide_bias() -> None:
+    """With two of them, not three, tiles keep 128 keys; at D 128 there are two anyway, and tiles are narrow."""
+    loads = [((H, M, N), "float32")]
+    for d, keys in ((64, 128), (128, 64)):
+        region = half(apply("add", SCALED, load(0, h, q_idx, kv_idx)), d=d, loads=loads)
+        made = specialised(region, tiles(region))
+        assert (made.block_n, made.stages) == (keys, 2)
+
+
 def test_one_multiply_add_makes_an_exponential_of_a_bias() -> None:
     """Also of the least float, which hides a key, and a row where it hides all of them."""
     region = EXPRESSED["bias"]
