@@ -29,6 +29,7 @@ WIDTH = 110
 ROWS = 4
 """Tiles that a report lists of each plan; `fusecomp show --until plan` lists more."""
 
+NOTHING = "No softmax or scaled_dot_product_attention in what was compiled."
 STYLES = {"fused": "bold green", "declined": "bold yellow", "fallback": "bold red"}
 LOWERINGS = {
     "triton": "generated Triton kernel",
@@ -176,7 +177,7 @@ class Report:
         for note in self.notes:
             yield Padding(Text(note, "yellow"), (0, 0, 0, 2))
         if not self.entries:
-            yield Padding(Text("No softmax or scaled_dot_product_attention in what was compiled."), (0, 0, 0, 2))
+            yield Padding(Text(NOTHING), (0, 0, 0, 2))
         for group in self.groups():
             yield Text()
             yield _heading(group)

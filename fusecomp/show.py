@@ -17,7 +17,7 @@ from fusecomp.planning.device import Device, current, live
 from fusecomp.planning.ranking import rank_plan
 from fusecomp.planning.tile import TilePlan
 from fusecomp.planning.units import size
-from fusecomp.report import Report, cost_text, plan_text
+from fusecomp.report import NOTHING, Report, cost_text, plan_text
 from fusecomp.running import hopper
 from fusecomp.settings import cache_dir, environment
 from fusecomp.tables import considered, printed
@@ -49,13 +49,16 @@ def graphs(target: Target) -> Iterator[str]:
 
 def stage(report: Report, until: str, device: Device) -> Iterator[str]:
     """What each attention is after the stage `until`, planned for `device`; a decline says why at every stage."""
+    comment = "//" if until == "ptx" else "#"
+    if not report.entries:
+        yield f"{comment} {NOTHING}"
     for group in report.groups():
         entry = group[0]
         alike = f", {len(group)} alike" if len(group) > 1 else ""
-        comment = "//" if until == "ptx" else "#"
         yield f"{comment} {entry.where}{alike}: {entry.source.strip()}"
         if entry.region is None:
-            yield f"{comment} {entry.status}: {entry.reason}\n"
+            advice = f"\n{comment} advice: {entry.advice}" if entry.advice else ""
+            yield f"{comment} {entry.status}: {entry.reason}{advice}\n"
         else:
             yield f"{_made(entry.region, entry.sizes, until, device)}\n"
 

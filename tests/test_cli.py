@@ -118,6 +118,9 @@ def test_show_says_why_there_is_nothing(call: Call, model: str) -> None:
     _, out, _ = call("show", f"{model}:mixed")
     assert "declined" in out
     assert "# declined: " in out
+    assert "# advice: " in out
+    _, out, _ = call("show", f"{model}:none")
+    assert out.startswith("# No softmax")
 
 
 def test_verify_runs_the_kernel_in_the_interpreter(model: str, tmp_path: Path) -> None:
