@@ -1,8 +1,8 @@
 """dK and dV: a program has a tile of keys of one KV head, and walks the queries that see them. (frame) -> lines.
 
-The tile is [BLOCK_N, BLOCK_M]: P^T and dS^T are left factors of the products that they enter. Beside a bias it is
-[BLOCK_M, BLOCK_N], as the bias lies, and turned before them. Heads that share the keys are summed inside the program,
-so that nothing is added atomically and the result is the same every time.
+The tile is [BLOCK_N, BLOCK_M]: P^T and dS^T are left factors of the products that they enter. Beside a bias or a mask
+in memory it is [BLOCK_M, BLOCK_N], as that lies, and turned before them. Heads that share the keys are summed inside
+the program, so that nothing is added atomically and the result is the same every time.
 """
 
 from __future__ import annotations
@@ -37,7 +37,6 @@ from fusecomp.codegen.program import factor
 from fusecomp.codegen.tile import indented
 from fusecomp.codegen.turns import WHY, moves_alone, tile_of_turn
 from fusecomp.ir.expr import Expr, Var, parts
-from fusecomp.planning.backward import reads_pairs
 
 Lines = list[str]
 ROWS = "first_row + q_start + m"
@@ -78,12 +77,11 @@ def columns(frame: GradientFrame) -> Lines:
     size = triton_text(frame.kv_idx.size, frame.names)
     products = range(len(frame.region.products))
     chunks = [*(c for t in products for c in frame.d_chunks(t)), *frame.dv_chunks]
-    repeated, turns = f"tl.minimum(n, {size} - 1 - k_start)", frame.queries_down
     return [
         "# Keys past the end repeat the last one, and are not stored",
         "n = tl.arange(0, BLOCK_N)[:, None]",
-        f"k_row = {vectors('n', repeated)}" if reads_pairs(frame.region) and not turns else f"k_row = {repeated}",
-        *(across(size) if turns else ["kv_idx = k_start + k_row"]),
+        f"k_row = tl.minimum(n, {size} - 1 - k_start)",
+        *(across(size) if frame.queries_down else ["kv_idx = k_start + k_row"]),
         "kv_pos = kv_idx.to(tl.float32)",
         *fours(frame),
         "m = tl.arange(0, BLOCK_M)",
@@ -95,11 +93,8 @@ def across(size: str) -> Lines:
     """The keys once more, across a tile."""
     repeated = f"tl.minimum(column, {size} - 1 - k_start)"
     column = "column = tl.arange(0, BLOCK_N)[None, :]"
-    return [column, f"k_column = {vectors('column', repeated)}", "kv_idx = k_start + k_column"]
-
-
-def vectors(all_inside: str, repeated: str) -> str:
-    return f"{all_inside} if WHOLE else {repeated}  # whole tiles are read in vectors"
+    whole = f"k_column = column if WHOLE else {repeated}  # whole tiles are read in vectors"
+    return [column, whole, "kv_idx = k_start + k_column"]
 
 
 def member_name(frame: GradientFrame) -> str:

@@ -10,8 +10,8 @@ has a tile of its own in registers: they take sizes that are known to be good, m
     D <= 256           64 x 64,  8 warps        32 x 64,  8 warps      2 stages
     more, or float32   32 x 32,  4 warps        32 x 32,  4 warps      2 stages
     with dropout       at most x 64             at most 32 x 64, of 4 warps where 128 had 8
-    bias or mask read  64 x 64,  8 warps        64 x 64,  8 warps      and so its own gradient, 1 stage
-    and D <= 64        64 x 64,  4 warps        64 x 64,  4 warps      3 stages, 2 of the second; its own 8
+    bias or mask read  64 x 64,  8 warps        64 x 64,  8 warps      and so its own gradient
+    and D <= 64        64 x 64,  4 warps        64 x 64,  4 warps      3 stages; its own 8, if not fetched ahead
 """
 
 from __future__ import annotations
@@ -57,7 +57,8 @@ class BackwardPlan:
     @property
     def pairs(self) -> TilePlan:
         """Of a tensor of every query and key: block_m queries and block_n keys a program."""
-        warps = 8 if self.keys.block_m * self.keys.block_n >= 64 * 64 else self.keys.warps
+        large = self.keys.block_m * self.keys.block_n >= 64 * 64
+        warps = 8 if large and self.fetched == 1 else self.keys.warps
         return replace(self.keys, warps=warps, stages=self.fetched, visits="bounds")
 
 
@@ -120,7 +121,7 @@ def _known(region: AttentionRegion) -> dict[str, Tile]:
         queries, keys = Tile(64, 128, 4, 3), Tile(64, 128, 8, 3)
     if reads_pairs(region) and size <= 256 and known.width == 2:
         rows = 64 if size <= 128 else 32
-        warps, ahead = (4, 2) if size <= 64 and not draws(region.weight) else (8, keys.stages)
+        warps, ahead = (4, 3) if size <= 64 and not draws(region.weight) else (8, keys.stages)
         queries = replace(queries, block_m=rows, block_n=64, warps=warps)
         keys = replace(keys, block_n=64, warps=warps, stages=ahead)
     if draws(region.weight):  # what a tile keeps takes registers
