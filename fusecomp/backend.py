@@ -168,7 +168,10 @@ def fuse(gm: GraphModule, example_inputs: Sequence[Any], **options: Any) -> Grap
 def explain(fn: Callable[..., Any], *args: Any, options: Mapping[str, Any] | None = None, **kwargs: Any) -> Report:
     """Run `fn(*args, **kwargs)` once through fusecomp and tell what became of each attention.
 
-    `options` are the backend's; the rest of the graph runs eagerly unless they name an inner backend.
+    `options` are the backend's; the rest of the graph runs eagerly unless they name an inner backend. Each entry of the
+    report has `status` ("fused", "declined", "fallback"), `where`, `reason`, `advice`, `region`, `plan`, `kernel_text`
+    and `verdict`. Everything that Dynamo has compiled in this process is forgotten, before and after. OptionError for
+    an unknown option; VerificationError under strict=True; what `fn` itself raises.
     """
     heard: list[Compilation] = []
     _listeners.append(heard)

@@ -26,8 +26,12 @@ class PagedKVCache(BlockTables):
     """Block tables with pages behind them: for each layer keys and values [num_blocks + 2, block_size, Hkv, D].
 
     The last two pages belong to no sequence: table entries past the end name the first, which stays zero; what has no
-    slot (-1) is written to the second, which nobody reads. With a `window`, the widest of all layers, blocks before it
-    are given back.
+    slot (-1) is written to the second, which nobody reads.
+
+    `max_seqs` sequences of at most `max_len` tokens, and `max_tokens` new tokens, are in one step at most. V has heads
+    of `v_head_dim`, or of `head_dim`. With `share_prefixes` a sequence begins with full blocks that hold its tokens
+    already. With a `window`, the widest of all layers, blocks that no later token sees are given back. Layers may be
+    added one by one instead (`layers=0`, `add_layer`). OptionError for sizes that make no cache.
     """
 
     def __init__(
@@ -80,9 +84,12 @@ class PagedKVCache(BlockTables):
     # One step
 
     def step(self, seqs: Sequence[int], rows: int | None = None, columns: int | None = None, tokens: int = 0) -> Step:
-        """The tensors of what is pending in these sequences; built again before anything is appended, the same step.
+        """What the model computes next: the tokens that were appended to `seqs` and are not written yet.
 
-        Packed, or `columns` places in each row. `rows` and `tokens` pad to a fixed size, as graphs need.
+        Packed one after another, [T], or with `columns` each sequence in a row of so many places, [B, columns]. `rows`
+        pads B, and `tokens` T, so that a compiled graph meets one shape. The tensors keep their addresses: a step holds
+        until the next is made. Asked again before anything is appended, it is the same step. SequenceError for a
+        sequence that is unknown, swapped out or named twice, and for a step that is too large for the cache.
         """
         held = [self._resident(seq, "step") for seq in seqs]
         if len(set(seqs)) < len(seqs):
@@ -96,7 +103,7 @@ class PagedKVCache(BlockTables):
         return step
 
     def write(self, layer: int, k: Tensor, v: Tensor, step: Step) -> None:
-        """The keys and values of the new tokens, [B, M, Hkv, D] or [T, Hkv, D], into their slots."""
+        """Put the keys and values of the step's tokens, [B, M, Hkv, D] or packed [T, Hkv, D], into their slots."""
         attention.write(self.keys[layer], k, step.slot_mapping)
         attention.write(self.values[layer], v, step.slot_mapping)
 
@@ -111,7 +118,12 @@ class PagedKVCache(BlockTables):
         window: int | None = None,
         sinks: Tensor | None = None,
     ) -> Tensor:
-        """Causal attention of the new tokens, q [B, M, H, D] or [T, H, D], over all tokens of their sequences."""
+        """Causal attention of the step's tokens, once they are written, over all tokens of their sequences.
+
+        q is [B, M, H, D] or packed [T, H, D], and so is the result, with heads of V's size. `scale` is D^-0.5 unless
+        given; `softcap` c makes scores c tanh(s / c); a token sees the `window` tokens up to itself, or all; `sinks`
+        [H] are logits that take part in the normaliser. OptionError for a wider window than the cache keeps.
+        """
         if self.window is not None and (window is None or window > self.window):
             said = f"{'all' if window is None else window} tokens in a cache that keeps the last {self.window}"
             raise OptionError(f"attend: a window of {said}: build it with the widest window of all layers")
