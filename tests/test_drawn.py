@@ -14,6 +14,8 @@ from torch import Tensor
 from fusecomp.errors import VerificationError
 from fusecomp.patterns.build import Match
 from fusecomp.running import inputs
+from fusecomp.running.subgraph import inside
+from fusecomp.running.verify import drawn_inside
 
 SIZES = {"B": 2, "H": 3, "M": 13, "N": 21}
 
@@ -72,3 +74,33 @@ def test_no_indices_inside_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(inputs, "leaving", lambda *_: {"q"})
     with pytest.raises(VerificationError, match="no random values of q stay inside the tensor they index"):
         inputs.draw(region, examples, SIZES, torch.device("cpu"))
+
+
+def test_what_the_graph_indexes_by_integers_is_watched() -> None:
+    """Parents of a tree of drafts, followed twice: on a GPU, an index outside would end the process."""
+
+    def fn(q: Tensor, k: Tensor, v: Tensor, parents: Tensor) -> Tensor:
+        seen = torch.eye(13, dtype=torch.bool).expand(2, 13, 13)
+        for _ in range(2):
+            seen = seen | torch.gather(seen, 1, parents[..., None].expand(-1, -1, 13))
+        return scores(q, k).masked_fill(~seen[:, None], -1e9).softmax(-1) @ v
+
+    args = [*draw(lambda d: [d(2, 3, 13, 16)] * 3), torch.randint(0, 13, (2, 13))]
+    (match,) = candidates(fn, *args)
+    assert isinstance(match, Match)
+    drawn = drawn_inside(match, {**SIZES, "N": 13}, torch.device("cpu"))
+    (parents,) = [x for x in drawn if x.dtype == torch.int64]
+    assert inside(match, drawn)
+    parents[1, 3] = 13
+    assert not inside(match, drawn)
+
+
+def test_lengths_that_are_kept_above_a_number_are_positive() -> None:
+    def fn(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        lengths = q.norm(dim=-1, keepdim=True) @ k.norm(dim=-1, keepdim=True).mT
+        return (q @ k.mT / lengths.clamp(min=1e-6)).softmax(-1) @ v
+
+    (match,) = candidates(fn, *draw())
+    drawn = [x for x in operands(match, SIZES) if x.shape[-1] == 1]
+    assert len(drawn) == 2
+    assert all(x.min() > 0 for x in drawn)

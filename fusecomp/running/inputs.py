@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fusecomp.errors import VerificationError
 from fusecomp.ir import data
-from fusecomp.ir.expr import Apply, Cast, Const, Expr, Load, kind, parts, variables
+from fusecomp.ir.expr import Apply, Cast, Const, Expr, Load, Score, kind, parts, variables
 from fusecomp.ir.reference import bind, evaluate_expr
 from fusecomp.ir.region import AttentionRegion, loads_of
 from fusecomp.running.subgraph import concrete
@@ -38,7 +38,7 @@ def draw(
     it; from 1 on where 0 does too. Raises VerificationError where no such integers are found."""
     names, most = [o.name for o in region.operands], max([*sizes.values(), 2]) + 1
     compared, truths, far = dict(compared_with(region)), frozenset(complemented(region)), frozenset(divisors(region))
-    labels = frozenset(alike(region))
+    labels, lengths = frozenset(alike(region)), frozenset(kept_above(region))
     quantised = {a.operand for p in region.products for a in (p.k, region.v)}
     spans = {n: FEW if n in quantised else range(most) for n in names}
     while True:
@@ -47,6 +47,7 @@ def draw(
         tensors = [truth(x, generator) if n in truths else x for n, x in zip(names, tensors, strict=True)]
         tensors = [label(x) if n in labels else x for n, x in zip(names, tensors, strict=True)]
         tensors = [off_zero(x) if n in far else x for n, x in zip(names, tensors, strict=True)]
+        tensors = [positive(x) if n in lengths else x for n, x in zip(names, tensors, strict=True)]
         wild = leaving(region, tensors, sizes)
         if not wild:
             return hidden(region, tensors)
@@ -111,6 +112,13 @@ def off_zero(x: Tensor) -> Tensor:
     return x
 
 
+def positive(x: Tensor) -> Tensor:
+    """Floats without their sign."""
+    if x.is_floating_point():
+        elements(x).abs_()
+    return x
+
+
 def hidden(region: AttentionRegion, tensors: list[Tensor]) -> list[Tensor]:
     """The same with whole blocks of the masks alike, so that tiles that are skipped, or read no mask, are drawn too."""
     added = {x.tensor for x in data.added(region)}
@@ -159,7 +167,25 @@ def divisors(region: AttentionRegion) -> Iterator[str]:
         for x in parts(e):
             match x:
                 case Apply("div" | "rsqrt", (*_, y)):
-                    yield from loads_of(y)
+                    yield from read_by(region, y)
+
+
+def kept_above(region: AttentionRegion) -> Iterator[str]:
+    """The operands that something is divided by which is kept above a small number: they hold lengths."""
+    for e in region.expressions():
+        for x in parts(e):
+            match x:
+                case Apply("div", (_, Apply("max", (y, Const(float() as c))))) if c > 0:
+                    yield from read_by(region, y)
+
+
+def read_by(region: AttentionRegion, e: Expr) -> Iterator[str]:
+    """The operands that `e` is made of, those of products included."""
+    yield from loads_of(e)
+    for x in parts(e):
+        if isinstance(x, Score):
+            product = region.products[x.term]
+            yield from (product.q.operand, product.k.operand)
 
 
 def leaving(region: AttentionRegion, tensors: Sequence[Tensor], sizes: Mapping[str, int]) -> set[str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.fx import Node
 
-from fusecomp.graph.facts import op_name
+from fusecomp.graph.facts import op_name, reach
 from fusecomp.patterns.build import Match
 from fusecomp.patterns.contraction import READERS
 from fusecomp.patterns.naming import SizeSource
@@ -75,6 +75,44 @@ class Run:
         if self.dtype is not None and not any(map(floating, torch.utils._pytree.tree_leaves((args, kwargs)))):
             return _as(node.target(*args, **kwargs), self.dtype)  # type: ignore[operator]
         return node.target(*_retyped(args, self.dtype, node), **_retyped(kwargs, self.dtype, node))  # type: ignore[operator]
+
+
+def inside(match: Match, inputs: Sequence[Tensor]) -> bool:
+    """Whether every index that the path makes of integers alone lies inside the tensor that it indexes: on a GPU, one
+    outside ends the process."""
+    run = Run(match, None, inputs[0].device, dict(zip(match.inputs, inputs, strict=True)))
+    for node in match.path:
+        for index, x, dim in indices(node):
+            if whole(run, index):
+                at, length = run.value(index), concrete(x.meta["val"].shape[dim])
+                if at.numel() and (int(at.min()) < -length or int(at.max()) >= length):
+                    return False
+    return True
+
+
+def indices(node: Node) -> Iterator[tuple[Node, Node, int]]:
+    """(positions, tensor, axis) of what a node reads or writes at positions."""
+    name = op_name(node).removesuffix("_").removeprefix("_unsafe_")
+    if name in ("index", "index_put"):
+        given = list(enumerate(node.args[1]))  # type: ignore[arg-type]
+        if not any(i is not None and i.meta["val"].dtype == torch.bool for _, i in given):
+            yield from ((i, node.args[0], dim) for dim, i in given if i is not None)  # type: ignore[misc]
+    elif name in BY_AXIS and isinstance(node.args[1], int):
+        yield node.args[2], node.args[0], node.args[1]  # type: ignore[misc]
+    elif name == "take_along_dim" and len(node.args) > 2:
+        yield node.args[1], node.args[0], node.args[2]  # type: ignore[misc]
+    elif name == "embedding":
+        yield node.args[1], node.args[0], 0  # type: ignore[misc]
+
+
+BY_AXIS = {"gather", "index_select", "index_add", "index_copy", "index_fill", "scatter", "scatter_add"}
+
+
+def whole(run: Run, index: Node) -> bool:
+    """Whether a node is made of integers and truth values alone: what a sort of scores finds lies inside anyway."""
+    above = reach([index], lambda n: [x for x in n.all_input_nodes if run.computed(x)])
+    values = (n.meta.get("val") for n in above)
+    return not any(isinstance(v, Tensor) and v.is_floating_point() for v in values)
 
 
 MIXED = {*READERS, "softmax", "log_softmax"}

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from fusecomp import codegen, ir, running
 from fusecomp.codegen.logsumexp import saved
+from fusecomp.errors import VerificationError
 from fusecomp.graph.learning import learns
 from fusecomp.ir.logsumexp import evaluate_lse
 from fusecomp.ir.reference import evaluate
@@ -30,12 +31,14 @@ from fusecomp.running.expected import EAGER_SCORES, EXACT_SCORES, expected_gradi
 from fusecomp.running.inputs import draw
 from fusecomp.running.launching import compiling
 from fusecomp.running.operator import Gradients, Launch, empty_ordered
-from fusecomp.running.subgraph import run_original, seen
+from fusecomp.running.subgraph import inside, run_original, seen
 from fusecomp.running.sums import arranged, whole
 from fusecomp.running.verdict import FLOOR, Judged, Verdict, judge
 
 GRADIENT_MULTIPLE = 2.0
 """Of FLOOR: what rounding probabilities and their gradients to half precision may cost a gradient."""
+SEEDS = 16
+"""Tries at random operands."""
 FILLED = 1e3
 """The log-sum-exp of a row above this is that of a fill."""
 
@@ -109,10 +112,19 @@ Drawn = tuple[list[Tensor], Tensor, list[int]]
 def example(match: Match, sizes: Mapping[str, int], device: torch.device) -> Drawn:
     """(tensors, out, lengths) as a launch takes them: random operands of the graph's shapes and strides."""
     region = match.region
-    tensors = draw(region, layout.examples(match), sizes, device)
+    tensors = drawn_inside(match, sizes, device)
     shape = [seen(s) for s in match.out_shape]
     out = empty_ordered(shape, region.out_order, tensors[0], getattr(torch, region.out_dtype))
     return tensors, out, [sizes[s] for s in region.sizes]
+
+
+def drawn_inside(match: Match, sizes: Mapping[str, int], device: torch.device) -> list[Tensor]:
+    """Random operands of which the graph's own nodes read nothing outside of a tensor. Raises VerificationError."""
+    for seed in range(SEEDS):
+        tensors = draw(match.region, layout.examples(match), sizes, device, seed)
+        if inside(match, tensors):
+            return tensors
+    raise VerificationError("no random integers were found that index no tensor of the graph outside of it")
 
 
 def launches(
