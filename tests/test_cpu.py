@@ -50,6 +50,23 @@ def test_the_division_into_blocks_changes_nothing(variant: Variant, monkeypatch:
     run(variant.region, args, variant.sizes(args), barred=True)
 
 
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")], ids=str)
+@pytest.mark.parametrize("place", [0, 1, 3])
+@pytest.mark.parametrize("keys", [9, 53])
+def test_a_row_without_a_finite_score_is_as_in_eager(keys: int, place: int, value: float) -> None:
+    """NaN. SDPA makes 0 of a row of few keys whose scores are NaN."""
+    for name in ("scaled", "causal_tril", "bias"):
+        variant = by_name(name)
+        q, k, v, *bias = variant.make_args()
+        args = (q, k[:, :, :keys], v[:, :, :keys], *(x[..., :keys] for x in bias))
+        if place < len(args):
+            args[place][..., 7, :] = value
+            wanted = variant.fn(*args)
+            out = torch.empty_like(wanted)
+            cpu.lower(variant.region)(out, args, variant.sizes(args))
+            torch.testing.assert_close(out, wanted, rtol=1e-5, atol=1e-5, equal_nan=True)
+
+
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("name", ["causal_tril", "softcap_causal_window_gqa", "bias", "dead_row_mean", "sinks"])
 def test_other_dtypes(name: str, dtype: torch.dtype) -> None:

@@ -59,6 +59,9 @@ def _by_axis(region: AttentionRegion, out: Tensor) -> Tensor:
 # ----------------------------------------------------------------------------------------------------------------
 # SDPA's flash kernel
 
+HUGE = 1e30
+"""Scores up to which no sum of one and a finite mask is infinite in float32."""
+
 
 @dataclass(frozen=True)
 class Flash:
@@ -70,15 +73,17 @@ class Flash:
     mask: Load | None
 
     def run(self, out: Tensor, env: Env) -> bool:
-        """Fill `out` (batch axes, q_idx, dv); False where the layout or a row without keys rules the kernel out."""
+        """Fill `out` (batch axes, q_idx, dv); False where the layout rules the kernel out, or a row might have no finite
+        score: it is NaN in eager, 0 in SDPA."""
         r = self.region
         mask = None if self.mask is None else self._mask(env)
-        if self.mask is not None and (mask is None or (mask == -math.inf).all(-1).any()):
-            return False  # a row without keys is NaN in eager, 0 in SDPA
         rows = (r.q_idx, r.kv_idx, r.kv_idx)
         q, k, v = (self._heads(a, row, d, env) for (a, d), row in zip(_factors(r), rows, strict=True))
         grouped = q.shape[-3] != k.shape[-3]
-        if any(x.stride(-1) != 1 for x in (q, k, v)) or 0 in k.shape:
+        if any(x.stride(-1) != 1 for x in (q, k, v)) or 0 in k.shape or (mask is None) != (self.mask is None):
+            return False
+        seen = mask is None or bool((mask.amax(-1) > -math.inf).all())
+        if not seen or not abs(self.scale) * _largest(q, k) < HUGE:
             return False
         how = {"is_causal": self.causal, "scale": self.scale, "enable_gqa": grouped}
         _four(out).copy_(scaled_dot_product_attention(q, k, v, mask, **how))
@@ -102,6 +107,11 @@ class Flash:
             spans[head.name] = range(len(env.spans[head.name]) // group)
         env = env.at(**spans).over(*(v.name for v in batch), row.name, d.name)
         return _four(read(env.tensors[access.operand], index, env).expand(env.shape))
+
+
+def _largest(q: Tensor, k: Tensor) -> float:
+    """What no |score| exceeds; NaN or infinite where q or k hold such."""
+    return math.prod(max(-float(x.min()), float(x.max())) for x in (q, k)) * q.shape[-1]
 
 
 def _four(x: Tensor) -> Tensor:
