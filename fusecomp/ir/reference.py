@@ -203,7 +203,7 @@ def _rows(rows: slice | Tensor | None, m: int) -> Span:
     if not isinstance(rows, slice):
         return range(m) if rows is None else rows
     chosen = range(*rows.indices(m))
-    return chosen if chosen.step == 1 else torch.tensor(list(chosen), dtype=torch.int64)
+    return chosen if chosen.step == 1 else torch.tensor(list(chosen), dtype=torch.int64, device="cpu")
 
 
 def evaluate(

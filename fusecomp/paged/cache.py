@@ -159,6 +159,7 @@ class PagedKVCache(BlockTables):
 
     def _load(self, saved: Any, places: Sequence[int], blocks: Sequence[int]) -> None:
         self.flush()
-        to, of = torch.tensor(blocks, dtype=torch.long), torch.tensor(places, dtype=torch.long)
+        to = torch.tensor(blocks, dtype=torch.long, device=self.device)
+        of = torch.tensor(places, dtype=torch.long, device="cpu")
         for pages, kept in zip((*self.keys, *self.values), saved, strict=True):
-            pages[to.to(self.device)] = kept[of].to(self.device)
+            pages[to] = kept[of].to(self.device)

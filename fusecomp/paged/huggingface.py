@@ -149,7 +149,7 @@ class Rows:
         assert self._pages is not None
         null = self._pages.null
         filled = [[null if block == GONE else block for block in t] + [null] * (self.places - len(t)) for t in tables]
-        rows = torch.tensor(filled, dtype=torch.int32)
+        rows = torch.tensor(filled, dtype=torch.int32, device="cpu")
         if self.table is None or len(self.table) != len(tables):
             self.table = torch.empty_like(rows, device=self._pages.device)
             torch._dynamo.mark_static_address(self.table)
@@ -250,7 +250,7 @@ class PagedCache(Cache):  # type: ignore[misc]
     def batch_select_indices(self, indices: Tensor) -> None:
         """These rows only."""
         if self.length:
-            self.rows.choose(torch.arange(len(self.rows.seqs))[indices.cpu()].tolist(), self.length)
+            self.rows.choose(torch.arange(len(self.rows.seqs), device="cpu")[indices.cpu()].tolist(), self.length)
 
     def crop(self, tokens_to_remove: int) -> None:
         """Forget the last -tokens_to_remove tokens."""

@@ -5,12 +5,16 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from fusecomp.errors import SequenceError
 from fusecomp.paged.tables import GONE
+
+on_host = partial(torch.tensor, device="cpu")
+"""Whatever torch.set_default_device says."""
 
 
 @dataclass(frozen=True)
@@ -62,7 +66,7 @@ class StepBuffers:
     def __post_init__(self) -> None:
         size = self.max_seqs * (self.width + 2) + 1 + 2 * self.max_tokens
         pinned = self.device.type == "cuda"
-        self._host = torch.zeros(size, dtype=torch.int32, pin_memory=pinned)
+        self._host = torch.zeros(size, dtype=torch.int32, device="cpu", pin_memory=pinned)
         self._device = torch.zeros(size, dtype=torch.int32, device=self.device)
         self._ours, self._theirs = self._cut(self._host), self._cut(self._device)
         self._ours[0].fill_(self.null)
@@ -84,12 +88,12 @@ class StepBuffers:
         for row in range(len(parts), rows):
             self._table(row, ())
         slots, positions = self._tokens(parts, size, rows, columns, tokens)
-        counts = torch.tensor([part.count for part in parts] + [0] * (rows - len(parts)))
+        counts = on_host([part.count for part in parts] + [0] * (rows - len(parts)))
         _, lens, starts, ours, places = self._ours
-        lens[:rows] = torch.tensor([part.length for part in parts] + [0] * (rows - len(parts)))
+        lens[:rows] = on_host([part.length for part in parts] + [0] * (rows - len(parts)))
         starts[1 : rows + 1] = counts.cumsum(0)
-        ours[: len(slots)] = torch.tensor(slots)
-        places[: len(slots)] = torch.tensor(positions)
+        ours[: len(slots)] = on_host(slots)
+        places[: len(slots)] = on_host(positions)
         self._send()
         return self._views(rows, (len(slots),) if columns is None else (rows, columns))
 
@@ -112,7 +116,7 @@ class StepBuffers:
             held = []
         if len(blocks) > len(held):
             new = [self.null if block == GONE else block for block in blocks[len(held) :]]
-            self._ours[0][row, len(held) : len(blocks)] = torch.tensor(new)
+            self._ours[0][row, len(held) : len(blocks)] = on_host(new)
         self._rows[row] = list(blocks)
 
     @staticmethod

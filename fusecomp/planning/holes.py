@@ -30,11 +30,11 @@ def filled(region: AttentionRegion, sizes: Mapping[str, int]) -> float:
     known = [t for t in region.keep if variables(t) <= {rows, keys} and not any(isinstance(x, Load) for x in parts(t))]
     if not known:
         return 1.0
-    sample = torch.linspace(0, at.m - 1, QUERIES).long()
+    sample = torch.linspace(0, at.m - 1, QUERIES, device="cpu").long()
     env = Env((rows, keys), {rows: sample, keys: range(at.n)}, sizes)
     seen = evaluate_expr(reduce(lambda a, b: apply("and", a, b), known), env).expand(env.shape)
     tiles = functional.pad(seen, (0, -at.n % KEYS)).view(QUERIES, -1, KEYS).any(-1)
-    number = torch.arange(1, tiles.shape[1] + 1) * tiles
+    number = torch.arange(1, tiles.shape[1] + 1, device="cpu") * tiles
     first = torch.where(tiles, number, tiles.shape[1] + 1).amin(-1)
     spans = (number.amax(-1) + 1 - first).clamp(min=0)
     return float(tiles.sum() / spans.sum().clamp(min=1))

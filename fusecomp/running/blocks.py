@@ -147,7 +147,7 @@ class Blocks:
         r, key, whole = self.region, self.region.kv_idx.name, env
         first, stop, inner = self._visited(env)
         if lse is not None and first == stop:
-            nothing = torch.full((*env.shape[:-1], 1), -math.inf)
+            nothing = torch.full((*env.shape[:-1], 1), -math.inf, device=env.device)
             lse.copy_(log_sum(r, nothing, env) if r.filled_score is None else log_sums(self.exact, env))
         if first == stop:
             return self._unseen(env, held)
@@ -170,7 +170,7 @@ class Blocks:
         """(first, stop) of the keys that some row reaches, and those that the bounds leave every row."""
         *batch, row, key = env.axes
         rows, n = env.spans[row], len(env.spans[key])
-        ends = env.at(**{row: torch.tensor([rows[0], rows[-1]])}).over(*batch, row)
+        ends = env.at(**{row: torch.tensor([rows[0], rows[-1]], device=env.device)}).over(*batch, row)
 
         def edges(bounds: tuple[Bound, ...]) -> list[tuple[int, int]]:
             """(least, greatest) of each edge, which is monotone in the row."""
@@ -252,7 +252,8 @@ def _multiply(a: Tensor, b: Tensor, out: Tensor | None = None) -> Tensor:
 def _room(env: Env, rows: int, heads: int) -> tuple[Tensor, Tensor]:
     """Memory for the scores and the probabilities of one block."""
     scores = rows * heads * len(env.spans[env.axes[-1]])
-    return torch.empty(scores, dtype=env.dtype), torch.empty(scores, dtype=env.dtype)
+    first, second = (torch.empty(scores, dtype=env.dtype, device=env.device) for _ in range(2))
+    return first, second
 
 
 def _logits(score: Expr, env: Env) -> Tensor:

@@ -73,8 +73,8 @@ class Flash:
     mask: Load | None
 
     def run(self, out: Tensor, env: Env) -> bool:
-        """Fill `out` (batch axes, q_idx, dv); False where the layout rules the kernel out, or a row might have no finite
-        score: it is NaN in eager, 0 in SDPA."""
+        """Fill `out` (batch axes, q_idx, dv); False where the layout rules the kernel out, or some row might have no
+        finite score: it is NaN in eager, 0 in SDPA."""
         r = self.region
         mask = None if self.mask is None else self._mask(env)
         rows = (r.q_idx, r.kv_idx, r.kv_idx)
