@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -59,8 +61,43 @@ def test_every_task_is_handed_out_though_a_process_dies(monkeypatch: pytest.Monk
     told = ahead.compiled(tasks, said.append)
     assert sorted((place / "log").read_text().splitlines(True)) == sorted(lines)
     assert len(said) == 5
-    assert told["compiled ahead"].startswith("5 in ")
+    assert told["compiled ahead"].startswith("0 of 5 in ")
     assert ahead.compiled([], said.append) == {}
+
+
+def test_what_takes_too_long_waits_for_its_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ahead, "COMMAND", (sys.executable, "-c", "import time; time.sleep(60)"))
+    monkeypatch.setattr(ahead, "PATIENCE", 0.3)
+    began = time.monotonic()
+    assert ahead.compiled(ahead.waiting(CASES, [FLEX]), lambda _: None)["compiled ahead"].startswith("0 of ")
+    assert time.monotonic() - began < 30
+
+
+def test_a_process_ends_with_the_one_that_asks() -> None:
+    asker = """
+import os, subprocess, sys
+child = subprocess.Popen([sys.executable, "-c",
+    "import os; from fusecomp.bench import ahead; asker = os.getppid(); print(flush=True); ahead.leave_with(asker)"],
+    stdout=subprocess.PIPE)
+child.stdout.readline()
+print(child.pid, flush=True)
+os._exit(0)
+"""
+    pid = int(subprocess.run([sys.executable, "-c", asker], capture_output=True, check=True).stdout)
+    until = time.monotonic() + 20
+    while Path(f"/proc/{pid}/stat").exists() and Path(f"/proc/{pid}/stat").read_text().split()[2] != "Z":
+        assert time.monotonic() < until
+        time.sleep(0.1)
+
+
+def test_an_interrupted_run_begins_no_more(monkeypatch: pytest.MonkeyPatch, place: Path) -> None:
+    def interrupted(_: str) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(ahead, "COMMAND", (sys.executable, "-c", ANSWERS.format(log=str(place / "log"), fatal="")))
+    with pytest.raises(KeyboardInterrupt):
+        ahead.compiled(ahead.waiting(CASES, [FLEX]), interrupted)
+    assert not (place / "log").exists()
 
 
 def test_a_process_answers_what_fails_too(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,6 +20,7 @@ from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from subprocess import DEVNULL, PIPE, Popen
+from threading import Thread, Timer
 from typing import IO, cast
 
 import torch
@@ -31,8 +32,15 @@ from fusecomp.bench.peers import PEERS, Peer
 from fusecomp.running import cache
 from fusecomp.running.verify import machine
 
-PROCESSES, THREADS = 8, 4
-"""At most so many, on half the cores; and what each compiles at once."""
+PROCESSES, THREADS = 12, 2
+"""At most so many, on three quarters of the cores; and what each compiles at once."""
+PATIENCE = 240.0
+"""s; what is not compiled by then is compiled when its turn comes."""
+SETTINGS = {
+    "TORCHINDUCTOR_COMPILE_THREADS": str(THREADS),
+    "TORCHINDUCTOR_DEFAULT_AUTOTUNE_WARMUP": "1",  # ms for what is thrown away
+    "TORCHINDUCTOR_DEFAULT_AUTOTUNE_REP": "1",
+}
 COMMAND = (sys.executable, "-m", "fusecomp.bench.ahead")
 Task = tuple[Case, Peer]
 
@@ -55,17 +63,32 @@ def compiled(tasks: Sequence[Task], say: Callable[[str], None]) -> dict[str, str
     """Compile all; what a record says of it."""
     if not tasks:
         return {}
-    begun, count = time.monotonic(), min(PROCESSES, max(1, (os.cpu_count() or 1) // 2), len(tasks))
-    with tempfile.TemporaryDirectory() as own, ThreadPoolExecutor(count) as pool:
-        env = os.environ | {"TORCHINDUCTOR_CACHE_DIR": own, "TORCHINDUCTOR_COMPILE_THREADS": str(THREADS)}
-        list(pool.map(partial(_hand_out, deque(tasks), say), [env] * count))
-    return {"compiled ahead": f"{len(tasks)} in {time.monotonic() - begun:.0f} s by {count} processes"}
+    begun, left, processes = time.monotonic(), deque(tasks), list[Popen[str]]()
+    count = min(PROCESSES, max(1, (os.cpu_count() or 1) * 3 // 4), len(tasks))
+
+    def stop() -> None:
+        left.clear()
+        for process in processes:
+            process.kill()
+
+    timer = Timer(PATIENCE, stop)
+    timer.start()
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as own, ThreadPoolExecutor(count) as pool:
+        env = os.environ | SETTINGS | {"TORCHINDUCTOR_CACHE_DIR": own}
+        try:
+            list(pool.map(partial(_hand_out, left, processes, say), [env] * count))
+        finally:
+            timer.cancel()
+            stop()
+    there = sum(done(*task).exists() for task in tasks)
+    return {"compiled ahead": f"{there} of {len(tasks)} in {time.monotonic() - begun:.0f} s by {count} processes"}
 
 
-def _hand_out(tasks: deque[Task], say: Callable[[str], None], env: dict[str, str]) -> None:
+def _hand_out(tasks: deque[Task], processes: list[Popen[str]], say: Callable[[str], None], env: dict[str, str]) -> None:
     """To one process, or to another when it dies of one: that peer says why when its turn comes."""
     while tasks:
         started = Popen(COMMAND, env=env, text=True, stdin=PIPE, stdout=PIPE, stderr=DEVNULL)
+        processes.append(started)
         with suppress(OSError, IndexError), started as process:
             asks, answers = cast("IO[str]", process.stdin), cast("IO[str]", process.stdout)
             answer = "ready"
@@ -102,8 +125,16 @@ def attempt(case: Case, peer: Peer, device: torch.device) -> None:
             run(case, x, attend)()
 
 
+def leave_with(asker: int) -> None:
+    """End when the process that asks has ended."""
+    while os.getppid() == asker:
+        time.sleep(0.5)
+    os._exit(1)
+
+
 def main() -> None:
     """What compilers print goes nowhere."""
+    Thread(target=leave_with, args=[os.getppid()], daemon=True).start()
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
     serve(sys.stdin, answers.write)
