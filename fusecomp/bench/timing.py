@@ -1,7 +1,7 @@
 """How long a launch takes, in two protocols and a replay, which differ by 10 to 15 % and are never compared.
 
     burst       the card rests 0.1 s, then about 15 ms of launches
-    sustained   launches back to back, 0.3 s in all
+    sustained   launches back to back, 0.2 s in all
     graph       replays of a CUDA graph: the host takes no part
 
 All peers take their turn, then again in the reverse order, so that none always follows a slow one.
@@ -41,7 +41,7 @@ class Protocol:
 
 
 PROTOCOLS = {p.name: p for p in (
-    Protocol("burst", 0.1, 0.003, 0.015), Protocol("sustained", 0.0, 0.03, 0.15), Protocol("graph", 0.0, 0.03, 0.03),
+    Protocol("burst", 0.1, 0.003, 0.015), Protocol("sustained", 0.0, 0.03, 0.1), Protocol("graph", 0.0, 0.03, 0.03),
 )}  # fmt: skip
 
 
