@@ -39,12 +39,21 @@ def graphs(target: Target) -> Iterator[str]:
     found: list[torch.fx.GraphModule] = []
 
     def keep(graph: torch.fx.GraphModule, _inputs: list[Any]) -> torch.fx.GraphModule:
-        found.append(capture(graph, placeholder_values(graph)))
+        found.append(_named(capture(graph, placeholder_values(graph)), graph))
         return graph
 
     with torch.no_grad():
         torch.compile(target.call, backend=keep)(*target.args, **target.kwargs)
     yield from (str(graph.print_readable(print_output=False)) for graph in found)
+
+
+def _named(captured: torch.fx.GraphModule, graph: torch.fx.GraphModule) -> torch.fx.GraphModule:
+    """The captured graph, its inputs called as the user called them: q, for Dynamo's L_q_."""
+    inputs = (g.graph.find_nodes(op="placeholder") for g in (captured, graph))
+    for node, source in zip(*inputs, strict=True):
+        node._rename(str(source.target).removeprefix("L_").strip("_") or node.name)
+        node.target = node.name
+    return captured
 
 
 def stage(report: Report, until: str, device: Device) -> Iterator[str]:

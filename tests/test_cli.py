@@ -101,7 +101,7 @@ def test_explain_nothing(call: Call, model: str) -> None:
 @pytest.mark.parametrize(
     ("stage", "part"),
     [
-        ("graph", "torch.ops.aten.softmax"),
+        ("graph", "torch.ops.aten.matmul.default(q, "),
         ("region", "keep"),
         ("plan", "(Br x Bc)"),
         ("kernel", "@triton.jit"),
