@@ -7,7 +7,7 @@ from textwrap import wrap
 
 from fusecomp.codegen.frame import Frame
 from fusecomp.ir.expr import Expr, text
-from fusecomp.ir.region import AttentionRegion, extent
+from fusecomp.ir.region import AttentionRegion, Operand, extent
 from fusecomp.planning.tile import Cost, TilePlan
 from fusecomp.planning.units import seconds
 
@@ -62,13 +62,17 @@ def tensors(region: AttentionRegion, beside_out: str = "") -> list[str]:
     named = {"q_idx": region.q_idx.size, "dv": region.dv.size, **lengths}
     return [
         "Tensors; strides and lengths are arguments, so that one compiled kernel serves all:",
-        *(_row(o.name, o.shape, o.dtype) for o in region.operands),
+        *(_row(o.name, o.shape, o.dtype) + _called(o) for o in region.operands),
         _row("out", [named[axis] for axis in region.out_axes], region.out_dtype) + beside_out,
     ]
 
 
 def _row(name: str, shape: Sequence[Expr], dtype: str) -> str:
     return f"    {name:<10} [{', '.join(map(text, shape))}]  {dtype}"
+
+
+def _called(o: Operand) -> str:
+    return f"  {o.label} in the program" if o.label not in ("", o.name) else ""
 
 
 def _plan(plan: TilePlan) -> Iterator[str]:

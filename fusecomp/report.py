@@ -81,6 +81,7 @@ class Entry:
             yield "shapes", shapes.removeprefix("attention").strip()
             yield "sizes", ", ".join(f"{name} = {length}" for name, length in self.sizes.items())
             yield "region", "\n".join(line.strip() for line in mathematics)
+            yield "reads", ", ".join(f"{o.name} is {o.label}" for o in self.region.loads if o.label)
         if self.plan is not None:
             yield "plan", plan_text(self.plan)
         if self.plan is not None and self.plan.cost is not None:

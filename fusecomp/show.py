@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from fusecomp.errors import CacheError
+from fusecomp.graph.facts import label
 from fusecomp.ir.region import AttentionRegion
 from fusecomp.planning.device import Device, current, live
 from fusecomp.planning.ranking import rank_plan
@@ -39,7 +40,7 @@ def graphs(target: Target) -> Iterator[str]:
     found: list[torch.fx.GraphModule] = []
 
     def keep(graph: torch.fx.GraphModule, _inputs: list[Any]) -> torch.fx.GraphModule:
-        found.append(_named(capture(graph, placeholder_values(graph)), graph))
+        found.append(_named(capture(graph, placeholder_values(graph))))
         return graph
 
     with torch.no_grad():
@@ -47,11 +48,10 @@ def graphs(target: Target) -> Iterator[str]:
     yield from (str(graph.print_readable(print_output=False)) for graph in found)
 
 
-def _named(captured: torch.fx.GraphModule, graph: torch.fx.GraphModule) -> torch.fx.GraphModule:
-    """The captured graph, its inputs called as the user called them: q, for Dynamo's L_q_."""
-    inputs = (g.graph.find_nodes(op="placeholder") for g in (captured, graph))
-    for node, source in zip(*inputs, strict=True):
-        node._rename(str(source.target).removeprefix("L_").strip("_") or node.name)
+def _named(captured: torch.fx.GraphModule) -> torch.fx.GraphModule:
+    """The graph, its inputs called as the user called them."""
+    for node in captured.graph.find_nodes(op="placeholder"):
+        node._rename(label(node) or node.name)
         node.target = node.name
     return captured
 

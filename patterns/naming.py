@@ -9,7 +9,7 @@ from typing import TypeAlias
 import torch
 from torch.fx import Node
 
-from fusecomp.graph.facts import dtype, op_name, shape, size_expr, value
+from fusecomp.graph.facts import dtype, label, op_name, shape, size_expr, value
 from fusecomp.ir.algebra import ZERO, const, draws, substitute
 from fusecomp.ir.expr import Cast, Const, Expr, Load, Size, Var, transform
 from fusecomp.ir.region import Access, Operand
@@ -98,7 +98,7 @@ class Naming:
 
     def operands(self) -> tuple[Operand, ...]:
         nodes = {to: self.lift.reads[name].node for name, to in self.names.items()}
-        return tuple(Operand(to, tuple(map(self.expr, shape(n))), dtype(n)) for to, n in nodes.items())
+        return tuple(Operand(to, tuple(map(self.expr, shape(n))), dtype(n), label(n)) for to, n in nodes.items())
 
 
 class Lengths:

@@ -4,15 +4,21 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import pytest
+import torch
 from golden_kernels import GOLDEN, paged
 from kernels import tiles
+from recognising import region_of
 from regions import attention, b, causal, h, kv_idx, q_idx, scaled_score
+from torch import Tensor
 
 from fusecomp.codegen.emit import emit
 from fusecomp.codegen.sample import sample
+from fusecomp.graph.capture import label_of
 from fusecomp.ir.algebra import apply
 from fusecomp.ir.expr import Const, Load, text
 from fusecomp.ir.region import Access
+from fusecomp.report import Entry
 
 
 def test_the_users_line_comes_first_and_no_line_is_too_long() -> None:
@@ -52,3 +58,27 @@ def test_a_file_checks_itself_at_lengths_that_its_tensors_have() -> None:
     grouped = replace(one, operands=(q, *others), products=(product,))
     assert sample(grouped).sizes == {"B": 2, "H": 2, "M": 5, "N": 53}
     assert sample(grouped).tensors[0] == "torch.randn((2, 10, 16), dtype=torch.float32)"
+
+
+def documents(q: Tensor, k: Tensor, v: Tensor, doc: Tensor) -> Tensor:
+    same = doc[:, None, :, None] == doc[:, None, None, :]
+    return torch.softmax((q @ k.mT).masked_fill(~same, float("-inf")), -1) @ v
+
+
+def test_what_the_program_calls_an_input_is_told_and_changes_nothing() -> None:
+    args = [torch.randn(2, 3, 37, 16) for _ in range(3)]
+    region = region_of(documents, *args, torch.zeros(2, 37, dtype=torch.int64))
+    (load,) = region.loads
+    assert (load.name, load.label) == ("load0", "doc")
+    assert "    load0      [2, 37]  int64  doc in the program\n" in emit(region, tiles(region)).text
+    plain = replace(region, operands=tuple(replace(o, label="") for o in region.operands))
+    assert (plain, plain.key) == (region, region.key)
+    assert dict(Entry(0, "fused", region=region).rows())["reads"] == "load0 is doc"
+
+
+@pytest.mark.parametrize(
+    ("placeholder", "name"),
+    [("L_q_", "q"), ("L_self_modules_attention_parameters_sinks_", "sinks"), ("arg0_1", ""), ("s12", "")],
+)
+def test_names_of_inputs(placeholder: str, name: str) -> None:
+    assert label_of(placeholder) == name

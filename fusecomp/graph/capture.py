@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import re
 import sys
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any
@@ -25,7 +26,7 @@ from torch.fx.node import base_types
 from torch.utils import _pytree as pytree
 
 from fusecomp.errors import CaptureError
-from fusecomp.graph.facts import KEPT, erase_dead, op_name, recorded_value, word, written_arguments
+from fusecomp.graph.facts import KEPT, LABEL, erase_dead, op_name, recorded_value, word, written_arguments
 from fusecomp.graph.levels import written_out
 from fusecomp.graph.recordings import Unusual, described
 from fusecomp.graph.repeats import expanded, repetitive
@@ -137,7 +138,16 @@ def capture(gm: GraphModule, values: Sequence[Any]) -> GraphModule:
     mode = fake_mode(values)
     with beside_constants(mode) if mode is not None else contextlib.nullcontext():
         traced = expanded(gm, values) if mode is not None and repetitive(gm) else None
-        return traced if traced is not None else traced_whole(gm, values)
+        traced = traced if traced is not None else traced_whole(gm, values)
+    for node, source in zip(*(g.graph.find_nodes(op="placeholder") for g in (traced, gm)), strict=False):
+        node.meta[LABEL] = label_of(str(source.target))
+    return traced
+
+
+def label_of(placeholder: str) -> str:
+    """The user's name in Dynamo's: q of L_q_, sinks of L_self_modules_attention_parameters_sinks_; "" of arg0_1."""
+    name = re.sub(r"^(.*_(parameters|buffers)_|L_)", "", placeholder).strip("_")
+    return "" if re.fullmatch(r"(arg|args|primals|s)_?\d+(_\d+)?", name) else name
 
 
 def traced_whole(gm: GraphModule, values: Sequence[Any]) -> GraphModule:

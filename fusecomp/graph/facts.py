@@ -285,5 +285,13 @@ def place(node: Node) -> Place:
     return Place(f"{path}:{line}", source.strip())
 
 
+LABEL = "fusecomp_label"
+
+
+def label(node: Node) -> str:
+    """What the program calls an input of the graph; empty of what the graph computes, and where it has no name."""
+    return str(node.meta.get(LABEL, ""))
+
+
 def is_getitem(node: Node) -> bool:
     return node.target is operator.getitem

@@ -12,7 +12,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 
 from fusecomp.ir.algebra import draws
 from fusecomp.ir.expr import Apply, Const, Expr, Largest, Load, Score, Size, Var, parts, text
@@ -26,6 +26,8 @@ class Operand:
     shape: tuple[Expr, ...]
     dtype: str
     """Short torch name: "bfloat16", "float32", "bool", "int64" ..."""
+    label: str = field(default="", repr=False, compare=False)
+    """What the program calls it, where it is an input or a parameter. Equal attentions may differ in it."""
 
 
 @dataclass(frozen=True)
