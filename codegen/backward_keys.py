@@ -36,6 +36,7 @@ from fusecomp.codegen.printer import triton_text
 from fusecomp.codegen.program import factor
 from fusecomp.codegen.tile import indented
 from fusecomp.codegen.turns import WHY, moves_alone, tile_of_turn
+from fusecomp.codegen.visited import in_run
 from fusecomp.ir.expr import Expr, Var, parts
 
 Lines = list[str]
@@ -174,7 +175,7 @@ def full_tile(frame: GradientFrame) -> Lines:
 
 def masked_tile(frame: GradientFrame) -> Lines:
     """Queries some of which see some of the keys, as the table says."""
-    return _tile(frame, list(frame.region.keep), edge=False)
+    return _tile(frame, in_run(frame.q_idx) if frame.ranged else list(frame.region.keep), edge=False)
 
 
 def edge_tile(frame: GradientFrame) -> Lines:

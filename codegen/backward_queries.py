@@ -28,6 +28,7 @@ from fusecomp.codegen.philox import kept
 from fusecomp.codegen.printer import show, triton_text
 from fusecomp.codegen.program import stored_rows
 from fusecomp.codegen.tile import indented, places
+from fusecomp.codegen.visited import in_run
 from fusecomp.ir.algebra import depends_on_score
 from fusecomp.ir.expr import Expr, Var
 from fusecomp.ir.primitives import PLUS
@@ -136,7 +137,7 @@ def full_tile(frame: GradientFrame) -> Lines:
 
 def masked_tile(frame: GradientFrame) -> Lines:
     """A tile that the table calls neither full nor empty."""
-    return _tile(frame, list(frame.region.keep), edge=False)
+    return _tile(frame, in_run(frame.kv_idx) if frame.ranged else list(frame.region.keep), edge=False)
 
 
 def edge_tile(frame: GradientFrame) -> Lines:

@@ -6,7 +6,7 @@ from fusecomp.codegen.backward_frame import GradientFrame
 from fusecomp.codegen.backward_table import table_row
 from fusecomp.codegen.bounds import chain, in_int32
 from fusecomp.codegen.printer import triton_text
-from fusecomp.codegen.visited import FULL, query_row
+from fusecomp.codegen.visited import FULL, query_row, query_runs
 from fusecomp.ir.expr import Expr, Var
 from fusecomp.ir.poly import is_natural
 from fusecomp.ir.ranges import Bound
@@ -17,7 +17,7 @@ Lines = list[str]
 def query_range(frame: GradientFrame) -> Lines:
     """[q_begin, q_end) are the queries that see a key of the tile; all of [full_begin, full_end) see all of it."""
     if frame.ranged:
-        return [*query_row(frame), *FULL]
+        return [*query_row(frame), *FULL, *query_runs()]
     if frame.tabled:
         return table_row(frame)
     found, size = frame.rows_reach, triton_text(frame.q_idx.size, frame.names)

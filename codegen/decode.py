@@ -12,7 +12,7 @@ from __future__ import annotations
 from fusecomp.codegen.address import sum_text
 from fusecomp.codegen.descriptors import prepared
 from fusecomp.codegen.frame import Frame
-from fusecomp.codegen.launcher import call, no_keys, rounded_up, unpacked
+from fusecomp.codegen.launcher import call, held, no_keys, rounded_up, unpacked
 from fusecomp.codegen.memory import output_row
 from fusecomp.codegen.printer import triton_dtype, triton_text
 from fusecomp.codegen.schedule import count, decoded
@@ -92,11 +92,6 @@ def overlap(frame: Frame, lines: Lines) -> Lines:
 def early(frame: Frame) -> Lines:
     """Of the launch: it may start before the kernel ahead of it has ended."""
     return overlap(frame, ["launch_pdl=True"])
-
-
-def held(frame: Frame) -> Lines:
-    """Of the launch: registers that a thread may take."""
-    return [f"maxnreg={frame.plan.registers}"] if frame.plan.registers else []
 
 
 def decode_launch(frame: Frame, kernels: dict[str, list[str]], saves_lse: bool = False) -> Lines:

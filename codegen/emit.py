@@ -57,7 +57,7 @@ from fusecomp.errors import KernelError
 from fusecomp.ir.region import AttentionRegion
 from fusecomp.planning.tile import TilePlan
 
-VERSION = 5
+VERSION = 6
 """Part of every key: raise it when the same region and plan give another kernel."""
 
 
@@ -117,7 +117,8 @@ RESERVED = frozenset({
     "place_of", "share_of", "in_rows", "scratch", "states", "tile_states", "list_tiles", "list_visits", "larger",
     "other", "next_tile", "outers", "section", "turns",
     "own", "near", "far", "each", "some", "every", "begin", "end", "length", "run", "longest", "unlike", "before",
-    "key_ranges", "query_ranges", "last", "count", "whole",
+    "key_ranges", "query_ranges", "last", "count", "whole", "together", "in_runs", "run_first", "run_last",
+    "first_seen", "last_seen", "number", "at", "pair", "cut", "beside",
     "k_tiles", "seen", "full", "four", "random", "keeps", "kept_tile",
 }) | hopper.NAMES  # fmt: skip
 """What the skeletons call their own variables."""
@@ -138,6 +139,8 @@ def kernel_key(region: AttentionRegion, plan: TilePlan, saves_lse: bool = False)
     more: tuple[object, ...] = ("lse",) if saves_lse else ()
     if plan.consumers:
         more = (*more, plan.consumers)
+    if plan.registers and plan.skeleton == "prefill":
+        more = (*more, "registers", plan.registers)
     if plan.skeleton == "decode":
         more = (*more, plan.resident, plan.registers, plan.share, plan.splits, plan.looks, plan.overlap)
     return hashlib.sha256(repr((VERSION, region.key, plan.skeleton, tile, *visits, *more)).encode()).hexdigest()[:16]

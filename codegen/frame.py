@@ -9,7 +9,7 @@ from fusecomp.codegen.base2 import Exponent, exponent, may_be_minus_inf
 from fusecomp.codegen.cheaper import cheaper
 from fusecomp.codegen.copied import buffers, copied
 from fusecomp.codegen.printer import Names
-from fusecomp.codegen.values import Values, address_values, element_values
+from fusecomp.codegen.values import RUN, Values, address_values, element_values
 from fusecomp.ir.algebra import apply, substitute
 from fusecomp.ir.expr import Apply, Const, Expr, Load, Score, Var, parts, transform, variables
 from fusecomp.ir.poly import is_natural
@@ -214,7 +214,7 @@ class Frame:
         floats: dict[Expr, str] = {self.q_idx: "q_pos", self.kv_idx: "kv_pos"}
         found: dict[Expr, str] = {x: name for name, x in (*self.element.tiles, *self.element.drawn)}
         scores: dict[Expr, str] = {Score(t): score_name(t) for t in range(len(self.region.products))}
-        return Names({**self.names.values, **found, **scores}, floats, hardware=self.hardware)
+        return Names({**self.names.values, **found, **scores, **RUN}, floats, hardware=self.hardware)
 
     def d_chunks(self, product: int) -> tuple[Chunk, ...]:
         size = extent(self.region.products[product].d)

@@ -23,7 +23,7 @@ NAMES = frozenset({
     "section", "weights", "counter", "written", "barrier", "copied", "sums", "o", "produce", "consume", "described",
     "inside", "instruction", "left", "right", "known", "given", "consumed", "produced", "above", "below",
     "tanh", "head", "hand", "handed", "key_of", "tail", "masked", "listed", "all_tiles", "q_line", "slope_n", "shift",
-    "pairs_ready", "base_2", "unit", "top", "risen", "widen",
+    "pairs_ready", "base_2", "unit", "top", "risen", "widen", "apart",
 })  # fmt: skip
 """What the skeletons call their own variables."""
 GROUP_ROWS = 64
@@ -90,7 +90,7 @@ def specialised(region: AttentionRegion, plan: TilePlan) -> TilePlan:
     planning/hopper.py predicts its cost."""
     size, n = extent(region.dv), 2 if plan.visits != "bounds" else groups(region)
     tile = replace(plan, block_m=n * GROUP_ROWS, block_n=KEYS[size], warps=4, stages=STAGES[size], pack=1)
-    tile = replace(tile, loads="descriptor", consumers=n, cost=None, rejected=())
+    tile = replace(tile, loads="descriptor", consumers=n, registers=0, cost=None, rejected=())
     if not copied(region) or plan.visits != "bounds":
         return tile
     made = (tile, replace(tile, stages=FEWEST), replace(tile, block_n=NARROW))

@@ -11,12 +11,12 @@ from dataclasses import replace
 from fusecomp.codegen import backward_keys, hopper
 from fusecomp.codegen.backward_frame import GradientFrame, roles
 from fusecomp.codegen.backward_launcher import parameters
-from fusecomp.codegen.backward_tile import times
+from fusecomp.codegen.backward_tile import logit, times
 from fusecomp.codegen.copied import pair_loads
 from fusecomp.codegen.derivative import ONE
 from fusecomp.codegen.function import quoted
 from fusecomp.codegen.hopper_backward_skeletons import HELPERS, KEY_GRADIENTS, LAYOUTS, QUERY_GRADIENT, QUERY_LAYOUT
-from fusecomp.codegen.hopper_functions import BARRIERS, TANH
+from fusecomp.codegen.hopper_functions import APART, BARRIERS, TANH
 from fusecomp.codegen.hopper_launch import LAUNCH_HELPERS
 from fusecomp.codegen.hopper_text import FIRST_BARRIER, block_at, in_gluon
 from fusecomp.codegen.launcher import unspecialised, wrapped
@@ -98,7 +98,7 @@ def query_layout(frame: GradientFrame) -> Lines:
 
 def helpers(kernels: Sequence[str]) -> list[str]:
     """The kernels between the functions that they call and those of the launcher."""
-    functions = [TANH] if any("tanh(" in k for k in kernels) else []
+    functions = [text for name, text in (("tanh", TANH), ("apart", APART)) if any(f"{name}(" in k for k in kernels)]
     return [BARRIERS, HELPERS, *functions, *kernels, LAUNCH_HELPERS]
 
 
@@ -162,6 +162,12 @@ def score_gradients(frame: GradientFrame, rows: str) -> Holes:
     rest, _ = frame.derivative[0]
     slope = [] if rest == ONE else [f"p = p{times(frame, rest)}"]
     return {"slope": slope, "gradients": [f"{frame.d_name(0)} = p * (d_p - delta{rows})"]}
+
+
+def by_runs(frame: GradientFrame, run: Lines, read: Lines) -> Lines:
+    """What a tile that the mask cuts is masked by: places alone where it shows runs, else what it reads."""
+    s = logit(frame)
+    return ["if in_runs:", *indented(run), "else:", *indented([*read, f"{s} = apart({s})"])]
 
 
 def function(frame: GradientFrame, skeleton: str, holes: Holes) -> tuple[str, list[str]]:

@@ -13,7 +13,17 @@ from fusecomp.codegen.backward_keys import member, member_name, members, program
 from fusecomp.codegen.backward_memory import fixed_values, query_values
 from fusecomp.codegen.backward_queries import read_by_tile
 from fusecomp.codegen.backward_tile import mask, probabilities, scaled_by, scores
-from fusecomp.codegen.hopper_backward import STAY, Holes, Lines, copies, function, held, kernel_of, score_gradients
+from fusecomp.codegen.hopper_backward import (
+    STAY,
+    Holes,
+    Lines,
+    by_runs,
+    copies,
+    function,
+    held,
+    kernel_of,
+    score_gradients,
+)
 from fusecomp.codegen.hopper_backward_skeletons import (
     COPY_FOR_KEYS,
     COPY_QUERIES,
@@ -24,6 +34,7 @@ from fusecomp.codegen.hopper_backward_skeletons import (
 from fusecomp.codegen.printer import triton_dtype, triton_text
 from fusecomp.codegen.skeletons import fill
 from fusecomp.codegen.tile import indented
+from fusecomp.codegen.visited import in_run
 from fusecomp.ir.expr import Expr, parts
 from fusecomp.ir.region import extent
 
@@ -124,9 +135,11 @@ def _walked_queries(frame: GradientFrame, share: Share) -> str:
 
 def key_step(frame: GradientFrame, tests: list[Expr], share: Share, edge: bool) -> str:
     """dV += P^T dO;  dK += dS^T Q."""
-    wanted = {x for e in read_by_tile(frame, tests) for x in parts(e)}
-    named = [n for n, e in (*frame.element.hoisted, *frame.element.tiles) if e in wanted]
-    values = [line for line in query_values(frame, edge) if line.split(" = ")[0] in named]
+    plain, values = _read(frame, [], edge), _read(frame, tests, edge)
+    masked = mask(frame, tests, {})
+    if edge and frame.ranged:
+        more = [line for line in values if line not in plain]
+        values, masked = plain, by_runs(frame, mask(frame, in_run(frame.q_idx), {}), [*more, *masked])
     size = triton_text(frame.q_idx.size, frame.names)
     where = [
         "query = tl.cast(q_start, tl.int64)",
@@ -135,9 +148,16 @@ def key_step(frame: GradientFrame, tests: list[Expr], share: Share, edge: bool) 
         *([f"live = q_start + m < {size}"] if edge else []),
     ]
     return fill(KEY_STEP, {
-        "values": [*where, *values], "score": [*scores(frame), *mask(frame, tests, {})],
+        "values": [*where, *values], "score": [*scores(frame), *masked],
         "weights": probabilities(frame, "[None, :]"), **score_gradients(frame, "[None, :]"),
         "d_name": frame.d_name(0), "dtype": triton_dtype(frame.region.out_dtype), **held(frame)[1],
         "hand_over": share.hand_over.splitlines(), "share": share.product.splitlines(),
         "under_way": str(share.products), "added": share.added.splitlines(),
     })  # fmt: skip
+
+
+def _read(frame: GradientFrame, tests: list[Expr], edge: bool) -> Lines:
+    """Values of queries that a tile computes with, and those that `tests` read."""
+    wanted = {x for e in read_by_tile(frame, tests) for x in parts(e)}
+    named = [n for n, e in (*frame.element.hoisted, *frame.element.tiles) if e in wanted]
+    return [line for line in query_values(frame, edge) if line.split(" = ")[0] in named]

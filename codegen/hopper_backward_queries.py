@@ -8,7 +8,7 @@ from __future__ import annotations
 from fusecomp.codegen.backward_frame import GradientFrame
 from fusecomp.codegen.backward_queries import read_by_tile
 from fusecomp.codegen.backward_tile import mask, probabilities, scaled_by, scores
-from fusecomp.codegen.hopper_backward import STAY, Holes, copies, function, kernel_of, score_gradients
+from fusecomp.codegen.hopper_backward import STAY, Holes, by_runs, copies, function, kernel_of, score_gradients
 from fusecomp.codegen.hopper_backward_skeletons import (
     COPY_FOR_QUERIES,
     MULTIPLY_FOR_QUERIES,
@@ -19,6 +19,7 @@ from fusecomp.codegen.printer import triton_dtype, triton_text
 from fusecomp.codegen.program import ROW_INDICES, batch_axes, full_range, key_range
 from fusecomp.codegen.skeletons import fill
 from fusecomp.codegen.tile import indented, places, tests_of_edge
+from fusecomp.codegen.visited import in_run
 from fusecomp.ir.expr import Expr, Var
 from fusecomp.ir.region import extent
 
@@ -51,11 +52,13 @@ def query_gradient(frame: GradientFrame) -> tuple[str, list[str]]:
 def query_step(frame: GradientFrame, tests: list[Expr], edge: bool) -> str:
     """dQ += dS K."""
     live = Var("live", frame.kv_idx.size)
-    score = [
-        *element_loads(frame, edge, read_by_tile(frame, tests)),
-        *scores(frame),
-        *mask(frame, [*([live] if edge else []), *tests], {live: "live[None, :]"}),
-    ]
+    plain = element_loads(frame, edge, read_by_tile(frame, []))
+    more = [line for line in element_loads(frame, edge, tests) if line not in plain]
+    masked = mask(frame, [*([live] if edge else []), *tests], {live: "live[None, :]"})
+    if edge and frame.ranged:
+        score = [*plain, *scores(frame), *by_runs(frame, mask(frame, in_run(frame.kv_idx), {}), [*more, *masked])]
+    else:
+        score = [*plain, *more, *scores(frame), *masked]
     gradients = score_gradients(frame, "")
     read = places(frame, "\n".join([*score, *gradients["slope"]]))
     return fill(QUERY_STEP, {

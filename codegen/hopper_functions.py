@@ -78,3 +78,11 @@ def widen(x):
         "shl.b32 $0, $2, 16; and.b32 $1, $2, 0xffff0000;", "=r,=r,r", [x], dtype=gl.float32, is_pure=True, pack=2
     )
 '''
+
+APART = '''
+@gluon.jit
+def apart(score):
+    """The scores as they are, opaque to the compiler: it would join this branch's selection with the other's, and
+    carry what either tests as bits."""
+    return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=f,f", [score], dtype=gl.float32, is_pure=True, pack=1)
+'''

@@ -10,9 +10,11 @@ from fusecomp.codegen.base2 import Exponent
 from fusecomp.codegen.frame import Frame
 from fusecomp.codegen.hopper import at_once
 from fusecomp.codegen.hopper_skeletons import AT_ONCE, LATER, ONE_BY_ONE
+from fusecomp.codegen.memory import element_loads
 from fusecomp.codegen.printer import triton_dtype, triton_text
 from fusecomp.codegen.slope import Slope
-from fusecomp.codegen.tile import ahead
+from fusecomp.codegen.tile import ahead, indented, mask, parted, places, unmasked_scores
+from fusecomp.codegen.visited import in_run
 from fusecomp.ir.algebra import apply
 from fusecomp.ir.expr import Expr, Load
 
@@ -48,8 +50,19 @@ def _exponentials(e: Exponent, score: str, slope: Slope | None) -> Holes:
 
 def scored(frame: Frame, e: Exponent, tests: Sequence[Expr], slope: Slope | None, edge: bool) -> Holes:
     """S of a tile: what can be read ahead of the product, and the rest."""
-    first, rest = ahead(frame, e, tests, edge)
+    first, rest = by_runs(frame, e, tests) if edge and frame.ranged else ahead(frame, e, tests, edge)
     return {"ahead": first, "score": [*rest, *_shift(frame, slope)]}
+
+
+def by_runs(frame: Frame, e: Exponent, tests: Sequence[Expr]) -> tuple[Lines, Lines]:
+    """The same of a tile that the mask cuts: by places alone where each query sees one run of keys, else by `tests`."""
+    read = unmasked_scores(frame, e, (), True)
+    pairs = [line for line in element_loads(frame, True, tests) if line not in read] + mask(frame, tests, True)
+    pairs.append("score = apart(score)")
+    first, rest = parted(frame, [*read, *mask(frame, in_run(frame.kv_idx), False)])
+    run, known = rest.pop(), [*first, *rest]
+    more = [p for p in places(frame, "\n".join(pairs)) if p not in known]
+    return first, [*rest, "if in_runs:", *indented([run]), "else:", *indented([*more, *pairs])]
 
 
 def rising(frame: Frame, slope: Slope | None) -> Lines:

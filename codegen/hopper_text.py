@@ -13,7 +13,7 @@ from fusecomp.codegen.copied import COLUMNS
 from fusecomp.codegen.frame import Frame
 from fusecomp.codegen.function import quoted
 from fusecomp.codegen.hopper import GROUP_ROWS, REGISTERS, blocks, expresses, holds_q
-from fusecomp.codegen.hopper_functions import BARRIERS, BASE_2, IMPORTS, KNOWN, TANH, WIDEN
+from fusecomp.codegen.hopper_functions import APART, BARRIERS, BASE_2, IMPORTS, KNOWN, TANH, WIDEN
 from fusecomp.codegen.hopper_keys import walk
 from fusecomp.codegen.hopper_launch import LAUNCH_HELPERS, launch
 from fusecomp.codegen.hopper_skeletons import (
@@ -68,7 +68,7 @@ def hopper(frame: Frame, saves_lse: bool = False) -> tuple[str, list[str]]:
     places = fill(HELPERS, {"length": length, "m": triton_text(frame.q_idx.size, frame.names)})
     attention, params = _attention(frame, produced, consumed)
     called = names_read(consume)
-    functions = {"known": KNOWN, "tanh": TANH, "base_2": BASE_2, "widen": WIDEN}
+    functions = {"known": KNOWN, "tanh": TANH, "base_2": BASE_2, "widen": WIDEN, "apart": APART}
     helpers = [BARRIERS, places, *(text for name, text in functions.items() if name in called)]
     texts = [*helpers, produce, consume, attention, LAUNCH_HELPERS]
     tables = range_kernels(frame.region, frame.plan) if frame.tabled else []

@@ -116,10 +116,16 @@ def call(
     return [f"{kernel}[({grid},)](", *("    " + line for line in given), ")"]
 
 
+def held(frame: Frame) -> Lines:
+    """Of the launch: registers that a thread may take."""
+    return [f"maxnreg={frame.plan.registers}"] if frame.plan.registers else []
+
+
 def prefill_launch(frame: Frame, kernel: str, params: list[str], saves_lse: bool = False) -> Lines:
     """A program for each query tile of each head."""
     named = unpacked(frame.region, ["tiles"] if frame.tabled else [])
-    return [*named, *no_keys(frame, saves_lse), *prepared(frame), *call(kernel, units(frame), params, frame)]
+    launched = call(kernel, units(frame), params, frame, 0, *held(frame))
+    return [*named, *no_keys(frame, saves_lse), *prepared(frame), *launched]
 
 
 def no_keys(frame: Frame, saves_lse: bool = False) -> Lines:

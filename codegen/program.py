@@ -11,7 +11,7 @@ from fusecomp.codegen.memory import output_address, row_base, row_offsets
 from fusecomp.codegen.philox import fours
 from fusecomp.codegen.printer import atom, triton_dtype, triton_text
 from fusecomp.codegen.turns import WHY, moves_alone, tile_of_turn
-from fusecomp.codegen.visited import FULL, key_row
+from fusecomp.codegen.visited import FULL, key_row, key_runs
 from fusecomp.ir.expr import Expr, Var
 from fusecomp.ir.poly import is_natural
 from fusecomp.ir.ranges import Bound
@@ -104,7 +104,7 @@ def last_query(frame: Frame) -> Lines:
 def full_range(frame: Frame) -> Lines:
     """Whole tiles between the greatest lower and the least upper edge over the rows."""
     if frame.ranged:
-        return FULL
+        return [*FULL, *key_runs()]
     found, begin = frame.reach, frame.k_begin
     lines = []
     if begin != "0":

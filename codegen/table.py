@@ -25,7 +25,7 @@ from fusecomp.codegen.printer import triton_text
 from fusecomp.codegen.program import columns, decoded, query_rows
 from fusecomp.codegen.selfcheck import Visits
 from fusecomp.codegen.skeletons import fill
-from fusecomp.codegen.tile import indented, masked_tile, places
+from fusecomp.codegen.tile import indented, masked_tile, places, run_tile
 from fusecomp.codegen.values import Values, element_values
 from fusecomp.codegen.visited import cut_keys, row_of
 from fusecomp.errors import KernelError
@@ -36,7 +36,7 @@ from fusecomp.ir.region import AttentionRegion
 from fusecomp.planning.tile import TilePlan
 
 Lines = list[str]
-VERSION = 1
+VERSION = 2
 """Part of every signature: raise it when the same masks and tiles give another table."""
 
 STATES = '''\
@@ -252,7 +252,7 @@ def full_tiles() -> Lines:
 def other_tiles(frame: Frame) -> Lines:
     """The other tiles in which some query sees a key; then the tile that the end of the keys cuts."""
     if frame.ranged:
-        return cut_keys(frame, masked_tile(frame))
+        return cut_keys(frame, run_tile(frame))
     size = triton_text(frame.kv_idx.size, frame.names)
     return [
         "# The tiles that the mask cuts; each looks up the next, ahead of its loads",

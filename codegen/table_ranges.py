@@ -1,10 +1,13 @@
 """The table of ranges, where a mask is known of queries and of keys apart: documents, padding, prefixes.
 
-    tiles [rows, 4] int32:  begin, full_begin, full_end, end             codegen/visited.py
+    tiles [rows, 5 + 2 BLOCK_M] int32:  begin, full_begin, full_end, end, in_runs,        codegen/visited.py
+                                        the first and the last of each query
 
 A program a row reads what the mask does of its queries, then of all keys, and judges each tile by the least and the
 greatest of them (ir/intervals.py): outside [begin, end) no pair is seen, inside [full_begin, full_end), the longest
-such run, all are. What lies between is tested pair by pair. For dK and dV queries and keys change places.
+such run, all are. What lies between is tested pair by pair, once for all heads: where each query sees all keys from a
+first to a last, `in_runs`, attention compares places there and reads nothing; elsewhere it reads what the mask reads.
+For dK and dV queries and keys change places.
 """
 
 from __future__ import annotations
@@ -15,7 +18,7 @@ from functools import partial, reduce
 
 from fusecomp.codegen.function import function
 from fusecomp.codegen.launcher import arguments, by_name, ranks_of, rounded_up, wrapped
-from fusecomp.codegen.printer import atom, triton_text
+from fusecomp.codegen.printer import Names, atom, triton_text
 from fusecomp.codegen.program import decoded, factor
 from fusecomp.codegen.skeletons import fill
 from fusecomp.codegen.table import LARGER, TableFrame, table
@@ -27,8 +30,10 @@ from fusecomp.ir.region import AttentionRegion
 from fusecomp.planning.tile import TilePlan
 
 Lines = list[str]
-WARPS, ELEMENTS = 8, 4096
+WARPS, ELEMENTS = 16, 4096
 """Of a program, and how many keys it looks at together."""
+PAIRS = 8192
+"""Of a tile that is cut, how many are tested together."""
 
 KERNEL = '''\
 @triton.jit(do_not_specialize=«sizes»)
@@ -64,20 +69,50 @@ def «name»(
         unlike = tl.max(before, axis=0)
     begin = tl.minimum(begin, end)
     full_end = tl.where(length > 0, full_end, begin)  # an empty run at the beginning where there is none
-    tiles = tiles_ptr + row * 4
+    tiles = tiles_ptr + row * (5 + 2 * «own_block»)
     tl.store(tiles, begin * «block»)
     tl.store(tiles + 1, (full_end - length) * «block»)
     tl.store(tiles + 2, full_end * «block»)
     tl.store(tiles + 3, tl.minimum(end * «block», «size»))
+    «runs»
+'''
+
+RUNS = '''\
+
+# Of the tiles that are cut, pair by pair: the first and the last that each sees, and how many
+place = tl.cast(own, tl.int32)[:, None]
+first_seen = tl.full([«own_block», «step»], «size», tl.int32)
+last_seen = tl.full([«own_block», «step»], -1, tl.int32)
+number = tl.full([«own_block», «step»], 0, tl.int32)
+stop = tl.minimum(end * «block», «size») - length * «block»
+for edge in range(begin * «block», stop, «step»):
+    cut = edge + tl.arange(0, «step»)
+    at = tl.where(cut < (full_end - length) * «block», cut, cut + length * «block»)
+    pair = tl.cast(tl.minimum(at, «size» - 1), tl.int64)
+    «pairs»
+    seen = (cut < stop)[None, :] & «keep»
+    first_seen = tl.minimum(first_seen, tl.where(seen, at[None, :], «size»))
+    last_seen = tl.maximum(last_seen, tl.where(seen, at[None, :], -1))
+    number += seen.to(tl.int32)
+# And all of the full ones
+run_first, run_last = tl.min(first_seen, axis=1), tl.max(last_seen, axis=1)
+run_first = tl.where(length > 0, tl.minimum(run_first, (full_end - length) * «block»), run_first)
+run_last = tl.where(length > 0, tl.maximum(run_last, full_end * «block» - 1), run_last)
+in_runs = tl.sum(number, axis=1) + length * «block» == tl.maximum(run_last + 1 - run_first, 0)
+beside = tl.arange(0, «own_block»)
+tl.store(tiles + 4, tl.min(in_runs.to(tl.int32), axis=0))
+tl.store(tiles + 5 + beside, run_first)
+tl.store(tiles + 5 + «own_block» + beside, run_last)
 '''
 
 HOST = '''\
 def «name»(tensors, sizes):
-    """«what», [«axes», 4]: from the first
-    to the last of which a pair may be seen, and between them those of which all are."""
+    """«what», [«axes», «pitch»]: from the first
+    to the last of which a pair may be seen, between them those of which all are;
+    whether each is in one run, where these begin, and where they end."""
     «unpack»
     rows = «rows»
-    tiles = torch.empty([rows, 4], dtype=torch.int32, device=tensors[0].device)
+    tiles = torch.empty([rows, «pitch»], dtype=torch.int32, device=tensors[0].device)
     «launch»
     return tiles
 '''
@@ -121,16 +156,17 @@ def gradient_kernels(region: AttentionRegion, queries: TilePlan | None, keys: Ti
 def _made(side: Side, plan: TilePlan, block_m: int, block_n: int) -> list[str]:
     """(kernel, its launch)"""
     frame = TableFrame(side.region, replace(plan, skeleton="prefill", visits="ranges"))
-    kernel, params = _kernel(frame, side)
-    return [kernel, _host(frame, side, params, {"BLOCK_M": block_m, "BLOCK_N": block_n})]
+    blocks = {"BLOCK_M": block_m, "BLOCK_N": block_n}
+    kernel, params = _kernel(frame, side, PAIRS // blocks[side.block(side.own)])
+    return [kernel, _host(frame, side, params, blocks)]
 
 
 # ----------------------------------------------------------------------------------------------------------------
 # The kernel
 
 
-def _kernel(frame: TableFrame, side: Side) -> tuple[str, list[str]]:
-    """(text, parameters)"""
+def _kernel(frame: TableFrame, side: Side, step: int) -> tuple[str, list[str]]:
+    """(text, parameters); pairs are tested for so many of `other` in a step."""
     read = sorted(data.reads(side.region), key=str)
     of_other = [x for x in read if side.other.name in variables(x)]
     of_own = [x for x in read if x not in of_other]
@@ -151,7 +187,25 @@ def _kernel(frame: TableFrame, side: Side) -> tuple[str, list[str]]:
         "own": [line for x in of_own for line in _read(frame, side, x, ends[x], "own", "0")],
         "each": [line for x in of_other for line in _read(frame, side, x, ends[x], "each", "1")],
         "some": holds(data.seen(side.region), 0), "every": holds(data.full(side.region), 1),
+        "runs": _runs(frame, side, read, step),
     }, partial(_parameters, frame))  # fmt: skip
+
+
+def _runs(frame: TableFrame, side: Side, read: Sequence[Load], step: int) -> Lines:
+    """Which run of `other` each of `own` sees."""
+    names, lines = dict[Expr, str]({side.own: "place", side.other: "at[None, :]"}), Lines()
+    for i, x in enumerate(read):
+        stem, axes = f"{x.tensor}_{i}", variables(x)
+        if side.other.name in axes:
+            stem = f"{stem}_pair"
+            lines.append(f"{stem} = {_value(frame, side, x, 'pair')}")
+        placed = "[None, :]" if side.other.name in axes else "[:, None]" if side.own.name in axes else ""
+        names[x] = f"({stem}{placed} != 0)" if dtype_kind(x.dtype) == "bool" else f"{stem}{placed}"
+    keep = reduce(lambda a, b: apply("and", a, b), data.seen(side.region))
+    size, block = triton_text(side.other.size, frame.names), side.block(side.other)
+    text = fill(RUNS, {"own_block": side.block(side.own), "size": size, "block": block, "pairs": lines,
+                       "keep": f"({triton_text(keep, Names(names))})", "step": str(step)})  # fmt: skip
+    return text.splitlines()
 
 
 def _ends_of(side: Side, number: int, x: Load) -> Pair:
@@ -169,10 +223,7 @@ def _ends_of_axis(v: Var, names: tuple[str, str]) -> Pair:
 
 def _read(frame: TableFrame, side: Side, x: Load, ends: Pair, place: str, axis: str) -> Lines:
     """load0_0_low, load0_0_high = the least and the greatest of load0[...]"""
-    names = frame.names.having({side.own: place, side.other: place})
-    at = [f"{atom(triton_text(e, names))} * {x.tensor}_stride_{i}" for i, e in enumerate(x.index)]
-    wide = ".to(tl.int32)" if dtype_kind(x.dtype) == "bool" else ""
-    value = f"tl.load({' + '.join([f'{x.tensor}_ptr', *at])}){wide}"
+    value = _value(frame, side, x, place)
     low, high = (e.tensor for e in ends)  # type: ignore[attr-defined]
     if low == high:
         return [f"{low} = {value}"]
@@ -181,6 +232,14 @@ def _read(frame: TableFrame, side: Side, x: Load, ends: Pair, place: str, axis: 
         f"{stem} = {value}",
         f"{low}, {high} = tl.min({stem}, axis={axis}), tl.max({stem}, axis={axis})",
     ]
+
+
+def _value(frame: TableFrame, side: Side, x: Load, place: str) -> str:
+    """A load at the places of that name, truth values as 0 and 1."""
+    names = frame.names.having({side.own: place, side.other: place})
+    at = [f"{atom(triton_text(e, names))} * {x.tensor}_stride_{i}" for i, e in enumerate(x.index)]
+    wide = ".to(tl.int32)" if dtype_kind(x.dtype) == "bool" else ""
+    return f"tl.load({' + '.join([f'{x.tensor}_ptr', *at])}){wide}"
 
 
 def _decoded(frame: TableFrame) -> Lines:
@@ -213,6 +272,7 @@ def _host(frame: TableFrame, side: Side, params: list[str], blocks: dict[str, in
         "name": side.name,
         "what": "The keys that each tile of queries visits" if keys else "The queries that visit each tile of keys",
         "axes": " ".join([*(v.name for v in made.axes), "query tiles" if keys else "key tiles"]),
+        "pitch": str(5 + 2 * blocks[side.block(side.own)]),
         "unpack": by_name(made.tensors if data.reads(side.region) else (), made.sizes),
         "rows": " * ".join([*axes, rounded_up(own, str(blocks[side.block(side.own)]))]),
         "launch": [f"{side.kernel}[(rows,)](", *("    " + x for x in wrapped([*given, f"num_warps={WARPS}"], 8)), ")"],

@@ -16,6 +16,7 @@ from fusecomp.codegen.philox import kept
 from fusecomp.codegen.printer import literal, show, triton_dtype, triton_text
 from fusecomp.codegen.program import state
 from fusecomp.codegen.slope import PLACED
+from fusecomp.codegen.visited import in_run
 from fusecomp.ir.algebra import apply
 from fusecomp.ir.data import unmasked
 from fusecomp.ir.expr import Expr, Score, Var, parts, variables
@@ -47,6 +48,11 @@ def of_full(frame: Frame, e: Exponent) -> tuple[Exponent, Sequence[Expr]]:
 def masked_tile(frame: Frame) -> Lines:
     """A tile that the table calls neither full nor empty."""
     return visit(frame, frame.exponent, _kept(frame), edge=False, pivot=frame.needs_pivot)
+
+
+def run_tile(frame: Frame) -> Lines:
+    """A tile of which each query sees one run of keys."""
+    return visit(frame, frame.exponent, in_run(frame.kv_idx), edge=False, pivot=frame.needs_pivot)
 
 
 def edge_tile(frame: Frame) -> Lines:
@@ -84,6 +90,11 @@ def visit(frame: Frame, e: Exponent, tests: Sequence[Expr], edge: bool, pivot: b
 
 def scores(frame: Frame, e: Exponent, tests: Sequence[Expr], edge: bool) -> Lines:
     """S of the products, -inf where the query does not see the key."""
+    return [*unmasked_scores(frame, e, tests, edge), *mask(frame, tests, edge)]
+
+
+def unmasked_scores(frame: Frame, e: Exponent, tests: Sequence[Expr], edge: bool) -> Lines:
+    """S wherever it is seen, and what `tests` read."""
     weight = [frame.weight] if frame.weight else []
     names = frame.tile_names.having({PLACED: PLACED.tensor})
     said = explained(frame.region.score, e.score)
@@ -91,14 +102,17 @@ def scores(frame: Frame, e: Exponent, tests: Sequence[Expr], edge: bool) -> Line
         *element_loads(frame, edge, [e.score, *tests, *weight]),
         *kept(frame, weight),
         *([] if e.score == Score(0) else [*said, f"score = {triton_text(e.score, names)}"]),
-        *mask(frame, tests, edge),
     ]
 
 
 def ahead(frame: Frame, e: Exponent, tests: Sequence[Expr], edge: bool) -> tuple[Lines, Lines]:
     """The same in two: what it reads of the keys alone, which can be on its way before the product is; the rest."""
+    return parted(frame, scores(frame, e, tests, edge))
+
+
+def parted(frame: Frame, lines: Lines) -> tuple[Lines, Lines]:
+    """(the loads among `lines` that vary with the keys alone, the rest), each with its places."""
     names = [name for name, x in frame.element.tiles if frame.q_idx.name not in variables(x)]
-    lines = scores(frame, e, tests, edge)
     first = [line for line in lines if any(line.startswith(f"{name} = tl.load(") for name in names)]
     first = [*places(frame, "\n".join(first)), *first]
     rest = [line for line in lines if line not in first]

@@ -16,6 +16,11 @@ from fusecomp.ir.expr import Apply, Const, Expr, Load, Score, parts, variables
 OPERAND = re.compile(r"[qkv]\d*")
 """Q, K and V, whose own tiles are q_tile, k_tile, v_tile."""
 
+FIRST, LAST = Load("run_first", (), "int32"), Load("run_last", (), "int32")
+RUN: dict[Expr, str] = {FIRST: "run_first", LAST: "run_last"}
+"""Of the keys that a query sees, or the queries that see a key, where a table knows of no gap between them
+(codegen/table_ranges.py)."""
+
 
 @dataclass(frozen=True)
 class Values:

@@ -15,14 +15,21 @@ from fusecomp.planning.rates import RATES
 from fusecomp.planning.resources import ALLOCATED, compiler
 from fusecomp.planning.tile import Tile
 
+RUN_PAIR = 4.8
+"""FMA slots to test a pair where a kernel is told which run of keys each query sees: on sm_90 a tile of 64 x 64 keys is
+448 instructions of a thread, and 295 without a mask."""
+
 
 class Launch:
     """One region at its lengths on one device: what every tile shares, worked out once."""
 
     def __init__(
-        self, region: AttentionRegion, sizes: Mapping[str, int], device: Device, decode: bool, shown: float = 1.0
-    ) -> None:
+        self, region: AttentionRegion, sizes: Mapping[str, int], device: Device, decode: bool, shown: float = 1.0,
+        runs: bool = False,
+    ) -> None:  # fmt: skip
         self.region, self.sizes, self.device, self.decode, self.shown = region, dict(sizes), device, decode, shown
+        self.runs = runs
+        """Whether the kernel is told which run of keys each query sees."""
         self.known, self.at = facts(region), lengths(region, sizes)
         fitted = ALLOCATED, RATES, *(_decoding()[1:] if decode else (FITTED,))
         found = of_region(self.known), of_device(device, self.known), self._of_lengths()
@@ -63,6 +70,7 @@ class Launch:
             **made,
             "NATIVE": int(made["WGMMA"] or self.device.capability < 90),
             **self._held(tile),
+            **({"TEST": 0, "TEST_PAIR": RUN_PAIR} if self.runs and self.device.arch == "sm_90" else {}),
         }
 
     def _held(self, tile: Tile) -> dict[str, float]:

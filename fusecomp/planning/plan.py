@@ -70,10 +70,14 @@ def plan(
     launch = Launch(region, sizes, device, kind == "decode")
     cost = cost_of(launch.quantities(tile))
     how = "bounds" if kind == "decode" else visits(region, sizes, device, cost.seconds)
+    held = 0
     if (part := shown(region, how)) < 1.0:
-        ranked = _ranked(region, *given, part)
+        runs = how == "ranges"
+        ranked = _ranked(region, *given, part, runs)
         tile = ranked[0].tile
-        cost = cost_of(Launch(region, sizes, device, False, part).quantities(tile))
+        found = Launch(region, sizes, device, False, part, runs).quantities(tile)
+        cost = cost_of(found)
+        held = share_of_registers(device, int(found["resident"]) * tile.warps) if runs and device.arch == "sm_90" else 0
     made = TilePlan(
         skeleton=kind,
         block_m=tile.block_m,
@@ -87,6 +91,7 @@ def plan(
         device=device.name,
         overlap=kind == "decode" and device.capability >= 90,
         visits=how,
+        registers=held,
     )
     return scheduled(made, tile, region, sizes, device)
 
@@ -188,14 +193,14 @@ def packed(group: int) -> int:
 @lru_cache(maxsize=512)
 def _ranked(
     region: AttentionRegion, sizes: tuple[tuple[str, int], ...], device: Device, budget: int, describable: bool,
-    shown: float = 1.0,
+    shown: float = 1.0, runs: bool = False,
 ) -> tuple[Row, ...]:  # fmt: skip
     """All candidates, the chosen one first."""
     kind = skeleton(region, dict(sizes))
-    costed = _costed(region, sizes, device, kind, describable, shown)
+    costed = _costed(region, sizes, device, kind, describable, shown, runs)
     if kind == "decode" and min(cost.smem_bytes for _, cost in costed) > budget:  # the heads of a group are too many
         kind = "prefill"
-        costed = _costed(region, sizes, device, kind, describable, shown)
+        costed = _costed(region, sizes, device, kind, describable, shown, runs)
     refused = {tile: _too_large(cost, budget, device) for tile, cost in costed}
     fits = [tc for tc in costed if not refused[tc[0]]] or [_last_resort(costed, budget)]
     tie = DECODE_TIE if kind == "decode" else TIE
@@ -207,9 +212,9 @@ def _ranked(
 
 def _costed(
     region: AttentionRegion, sizes: tuple[tuple[str, int], ...], device: Device, kind: str, describable: bool,
-    shown: float,
+    shown: float, runs: bool,
 ) -> list[tuple[Tile, Cost]]:  # fmt: skip
-    launch = Launch(region, dict(sizes), device, kind == "decode", shown)
+    launch = Launch(region, dict(sizes), device, kind == "decode", shown, runs)
     return [(tile, cost_of(launch.quantities(tile))) for tile in candidates(launch, describable)]
 
 

@@ -1,7 +1,7 @@
 """The table of tiles that an attention visits, in the rewritten graph: made once for all that share a mask.
 
     fusecomp::tile_visits(masks, their lengths) -> int32 [rows, 4 + whole key tiles]        codegen/table.py
-                                                         [rows, 4]                          codegen/table_ranges.py
+                                                         [rows, 5 + 2 BLOCK_M]              codegen/table_ranges.py
 
 It stands before the first attention that uses it. Another attention takes the same node if its masks are the same
 nodes, not written to since, its lengths are the same and its tiles too.
@@ -52,9 +52,9 @@ def launcher(module: ModuleType, source: KernelSource) -> Launch:
 
 
 def shape_of(axes: Sequence[int], lengths: Sequence[int], block_m: int, block_n: int) -> list[int]:
-    """[rows, 4 + whole key tiles]; `block_n` is 0 where the table has ranges alone."""
+    """[rows, 4 + whole key tiles]; `block_n` is 0 where the table has ranges."""
     m, n = lengths
-    return [math.prod(axes) * ((m + block_m - 1) // block_m), 4 + n // block_n if block_n else 4]
+    return [math.prod(axes) * ((m + block_m - 1) // block_m), 4 + n // block_n if block_n else 5 + 2 * block_m]
 
 
 def visit(
