@@ -102,6 +102,8 @@ def run(name: str) -> None:
 def main(names: list[str] | None = None) -> None:
     """Every model, or those named; then the whole report of the first."""
     names = names or list(MODELS)
+    if unknown := [name for name in names if name not in MODELS]:
+        sys.exit(f"no model {', '.join(unknown)}; there are {', '.join(MODELS)}")
     for name in names:
         run(name)
     model, inputs, _ = MODELS[names[0]]()
