@@ -34,23 +34,15 @@ def tiles(
     kv_heads: Annotated[int | None, typer.Option(help="key and value heads; default: as many as query heads")] = None,
     dv: Annotated[int | None, typer.Option(help="head size of V; default: that of Q and K")] = None,
     m: Annotated[int | None, typer.Option(help="query rows; default: as many as keys, 1 with --decode")] = None,
-    window: Annotated[
-        int | None, typer.Option(help="a query sees this many keys up to its own; without --causal, as many after it")
-    ] = None,
+    window: Annotated[int | None, typer.Option(help="keys seen up to a query's own; not causal: also after it")] = None,
     softcap: Annotated[float | None, typer.Option(help="c tanh(s / c)")] = None,
     bias: Annotated[bool, typer.Option("--bias", help="add a bias tensor [H, M, N]")] = False,
-    budget: Annotated[
-        str | None, typer.Option(help="shared memory that one program may use: 98304, 100KB (K = 1024)")
-    ] = None,
+    budget: Annotated[str | None, typer.Option(help="shared memory of one program: 98304, 100KB (K = 1024)")] = None,
     page_size: Annotated[int | None, typer.Option(help="keys and values lie in pages of so many tokens")] = None,
     decode: Annotated[bool, typer.Option("--decode", help="one query a request, its keys split over programs")] = False,
     backward: Annotated[bool, typer.Option("--backward", help="also the kernels of the gradients")] = False,
-    plot: Annotated[
-        str | None, typer.Option(help="draw the Br x Bc map and the roofline: plan.png, .svg, .pdf")
-    ] = None,
-    equations: Annotated[
-        bool, typer.Option("--equations", help="print every equation behind the prediction; with --n, its value")
-    ] = False,
+    plot: Annotated[str | None, typer.Option(help="draw the Br x Bc map and the roofline: plan.png, .svg")] = None,
+    equations: Annotated[bool, typer.Option("--equations", help="print every equation; with --n, its value")] = False,
     every: Annotated[bool, typer.Option("--all", help="list every tile, not the first dozen")] = False,
     as_json: Json = False,
 ) -> None:
