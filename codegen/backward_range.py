@@ -54,6 +54,7 @@ def end_name(frame: GradientFrame) -> str:
     return "q_end" if frame.rows_reach.upper or frame.ranged else triton_text(frame.q_idx.size, frame.names)
 
 
+CUT_BY_QUERIES = "The tiles that the mask or the end of the queries cuts"
 LAST_QUERIES = "The last queries, where they do not fill a tile"
 
 
@@ -62,11 +63,11 @@ def edge_loop(frame: GradientFrame) -> Lines:
     if begin_name(frame) == "0":
         bounded = frame.rows_reach.upper or frame.ranged
         return [
-            f"# {'The tiles that the mask or the end of the queries cuts' if bounded else LAST_QUERIES}",
+            f"# {CUT_BY_QUERIES if bounded else LAST_QUERIES}",
             f"for q_start in range(full_end, {end_name(frame)}, BLOCK_M):",
         ]
     return [
-        "# The tiles that the mask or the end of the queries cuts, before and after the full ones",
+        f"# {CUT_BY_QUERIES}, before and after the full ones",
         f"for edge in range(q_begin, {end_name(frame)} - (full_end - full_begin), BLOCK_M):",
         "    q_start = tl.where(edge < full_begin, edge, edge + (full_end - full_begin))",
     ]

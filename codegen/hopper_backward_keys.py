@@ -119,17 +119,18 @@ def _walked_queries(frame: GradientFrame, share: Share) -> str:
     tests = [*(x.term for x in (*found.lower, *found.upper)), *found.loose]
     tests, loose = (list(frame.region.keep), []) if frame.tabled else (tests, list(found.loose))
     edge = key_step(frame, tests, share, edge=True)
-    before = f"for q_start in range({begin}, tl.minimum(full_begin, {end}), BLOCK_M):"
-    after = f"for q_start in range(full_end, {end}, BLOCK_M):"
+    said = f"# {ranges.CUT_BY_QUERIES}:"
+    before = [f"{said} before the full ones", f"for q_start in range({begin}, tl.minimum(full_begin, {end}), BLOCK_M):"]
+    after = [f"{said} after the full ones", f"for q_start in range(full_end, {end}, BLOCK_M):"]
     return fill(MULTIPLY_QUERIES, {
         "member": member(frame),
         "fixed": fixed_values(frame, inside=True),
         "query_range": ranges.query_range(frame),
-        "before": [before, *indented(edge.splitlines()), ""] if found.lower or frame.tabled else [],
+        "before": [*before, *indented(edge.splitlines()), ""] if found.lower or frame.tabled else [],
         "begin": ranges.full_begin(frame),
         "end": "full_end" if cut else end,
         "step": key_step(frame, loose, share, edge=False),
-        "after": [after, *indented(edge.splitlines())] if cut else [],
+        "after": [*after, *indented(edge.splitlines())] if cut else [],
     })  # fmt: skip
 
 

@@ -16,7 +16,7 @@ from fusecomp.codegen.hopper_backward_skeletons import (
 )
 from fusecomp.codegen.memory import element_loads, element_pointers, fixed_loads
 from fusecomp.codegen.printer import triton_dtype, triton_text
-from fusecomp.codegen.program import ROW_INDICES, batch_axes, full_range, key_range
+from fusecomp.codegen.program import CUT_BY_KEYS, ROW_INDICES, batch_axes, key_range, whole_tiles
 from fusecomp.codegen.skeletons import fill
 from fusecomp.codegen.tile import indented, places, tests_of_edge
 from fusecomp.codegen.visited import in_run
@@ -35,14 +35,16 @@ def query_gradient(frame: GradientFrame) -> tuple[str, list[str]]:
     })  # fmt: skip
     edge = query_step(frame, list(tests_of_edge(frame)), edge=True)
     begins = frame.k_begin != "0"
-    before = f"for k_start in range(k_begin, tl.minimum(full_begin, {frame.k_end}), BLOCK_N):"
+    said, end = f"# {CUT_BY_KEYS}:", frame.k_end
+    before = [f"{said} before the full ones", f"for k_start in range(k_begin, tl.minimum(full_begin, {end}), BLOCK_N):"]
+    after = [f"{said} after the full ones", f"for k_start in range(full_end, {end}, BLOCK_N):"]
     rows = f"q_row = tl.minimum(row, {triton_text(frame.q_idx.size, frame.names)} - 1 - q_start)"
     multiply, multiplied = function(frame, MULTIPLY_FOR_QUERIES, {
-        **shared, "rows": [rows, *ROW_INDICES], "pointers": element_pointers(frame), "full_range": full_range(frame),
-        "before": [before, *indented(edge.splitlines()), ""] if begins else [],
+        **shared, "rows": [rows, *ROW_INDICES], "pointers": element_pointers(frame), "full_range": whole_tiles(frame),
+        "before": [*before, *indented(edge.splitlines()), ""] if begins else [],
         "begin": "full_begin" if begins else "0", "end": "full_end",
         "step": query_step(frame, [] if frame.tabled else list(frame.reach.loose), edge=False),
-        "after": [f"for k_start in range(full_end, {frame.k_end}, BLOCK_N):", *indented(edge.splitlines())],
+        "after": [*after, *indented(edge.splitlines())],
         "size": str(size), "dtype": triton_dtype(frame.region.out_dtype), "factor": scaled_by("", frame.factor_of(0)),
         **copies(frame, "query_gradient", ["dq"]),
     })  # fmt: skip

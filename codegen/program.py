@@ -129,6 +129,7 @@ def whole_tiles(frame: Frame) -> Lines:
     return [*([said] if bounded else []), *full_range(frame)]
 
 
+CUT_BY_KEYS = "The tiles that the mask or the end of the keys cuts"
 LAST_KEYS = "The last keys, where they do not fill a tile"
 
 
@@ -137,11 +138,11 @@ def edge_loop(frame: Frame) -> Lines:
     if frame.k_begin == "0":
         bounded = frame.reach.upper or frame.ranged
         return [
-            f"# {'The tiles that the mask or the end of the keys cuts' if bounded else LAST_KEYS}",
+            f"# {CUT_BY_KEYS if bounded else LAST_KEYS}",
             f"for k_start in range(full_end, {frame.k_end}, BLOCK_N):",
         ]
     return [
-        "# The tiles that the mask or the end of the keys cuts, before and after the full ones",
+        f"# {CUT_BY_KEYS}, before and after the full ones",
         f"for edge in range(k_begin, {frame.k_end} - (full_end - full_begin), BLOCK_N):",
         "    k_start = tl.where(edge < full_begin, edge, edge + (full_end - full_begin))",
     ]

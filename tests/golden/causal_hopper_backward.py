@@ -210,6 +210,7 @@ def query_sums(given, group: gl.constexpr):
     q_idx = q_start + q_row
     q_last = gl.minimum(q_start + BLOCK_M, M) - 1
     k_end = gl.minimum(q_last + 1, N)
+    # No query of the tile sees a key outside [0, k_end); in [0, full_end) each sees all
     full_end = gl.minimum(q_start + 1, k_end) // BLOCK_N * BLOCK_N
 
     row_values = outer * row_values_stride_1 + q_start + row
@@ -238,6 +239,7 @@ def query_sums(given, group: gl.constexpr):
         barrier("arrive", FIRST_FREE + slot, 288)
         count += 1
 
+    # The tiles that the mask or the end of the keys cuts: after the full ones
     for k_start in range(full_end, k_end, BLOCK_N):
         slot = count % STAGES
         copied(k_ready, count, STAGES)
@@ -407,6 +409,7 @@ def key_sums(given, group: gl.constexpr):
     k_last = gl.minimum(k_start + BLOCK_N, N) - 1
     q_begin = k_start // BLOCK_M * BLOCK_M
     full_begin = gl.cdiv(gl.maximum(k_last, q_begin), BLOCK_M) * BLOCK_M
+    # The tiles that the mask or the end of the queries cuts: before the full ones
     for q_start in range(q_begin, gl.minimum(full_begin, M), BLOCK_M):
         slot = count % STAGES
         copied(q_ready, count, STAGES)
