@@ -125,9 +125,9 @@ def total_of(terms: list[tuple[int, Expr]]) -> Expr:
 def unshifted(a: Expr, key: Var) -> tuple[Expr, Expr | None]:
     """(x, m) of a = x - m, m the same for every key and made by a reduction; softmax does not see m."""
     match a:
-        case Apply("mul", (x, c)) if key.name not in variables(c) and not reduces(c):
+        case Apply("mul" | "div" as op, (x, c)) if key.name not in variables(c) and not reduces(c):
             inner, m = unshifted(x, key)
-            return (a, None) if m is None else (apply("mul", inner, c), apply("mul", m, c))
+            return (a, None) if m is None else (apply(op, inner, c), apply(op, m, c))
         case Apply("where", (c, x, Const(float() as f))) if f == -INF and not reduces(c):
             inner, m = unshifted(x, key)
             return apply("where", c, inner, const(f)), m

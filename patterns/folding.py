@@ -1,6 +1,7 @@
 """Products that sum over several axes, as products over one: pages that stay apart from their slots.
 
     sum_p sum_s w[.., p, s] v[p, s, ..] = sum_n w[.., n] v[n, ..]     n = p S + s,  for S slots in a page
+    sum_n w[.., n] 1                    = w.sum(n)
 
 Only around a softmax or an exponential: in its scores, and where it is multiplied by values.
 """
@@ -15,7 +16,8 @@ from torch.fx import GraphModule, Node
 
 from fusecomp.graph.capture import inline
 from fusecomp.graph.facts import op_name
-from fusecomp.graph.rewriting import Written, write
+from fusecomp.graph.rewriting import Written, movable, write
+from fusecomp.ir.algebra import ONE
 from fusecomp.ir.expr import Const
 from fusecomp.patterns.contraction import Contraction, contraction
 
@@ -33,6 +35,43 @@ def fold(module: GraphModule) -> Iterator[Written]:
             yield write(node, inline(node, folded(spec), [spec.left, spec.right]))
 
 
+def count(module: GraphModule) -> Iterator[Written]:
+    """Write out every product of exponentials and ones as the sum that it is."""
+    anchors = [n for n in module.graph.nodes if op_name(n) in ANCHORS]
+    for node in list(first_products(anchors, lambda n: n.users)):
+        spec = contraction(node)
+        for side in (spec, spec.swapped()) if spec is not None and whole(spec) else ():
+            more = set(side.out_axes) - set(side.left_axes)
+            plain = "." not in side.left_axes and all(side.size(a) == ONE for a in more)
+            if plain and ones(side.right) and movable(module, [side.right], [side.right], node):
+                yield write(node, inline(node, counted(side), [side.left]))
+                break
+
+
+def ones(node: Node) -> bool:
+    """Whether a tensor holds nothing but ones."""
+    while op_name(node) in STRETCHED and isinstance(node.args[0], Node):
+        node = node.args[0]
+    return op_name(node) in ("ones", "ones_like", "new_ones")
+
+
+STRETCHED = ("expand", "unsqueeze", "view", "reshape", "to", "_to_copy", "type_as", "t", "transpose")
+
+
+def counted(spec: Contraction) -> Callable[[Tensor], Tensor]:
+    """left -> its sum, with an axis of length 1 for each that the ones alone had."""
+    kept = [a for a in spec.left_axes if a not in spec.contracted]
+
+    def total(left: Tensor) -> Tensor:
+        x = left.sum([spec.left_axes.index(a) for a in spec.contracted])
+        x = x.permute([kept.index(a) for a in spec.out_axes if a in kept])
+        for n, a in enumerate(spec.out_axes):
+            x = x if a in kept else x.unsqueeze(n)
+        return x
+
+    return total
+
+
 def first_products(nodes: Iterable[Node], step: Callable[[Node], Iterable[Node]]) -> Iterator[Node]:
     """The products that are reached without passing another one."""
     seen, stack = set(nodes), list(nodes)
@@ -47,8 +86,12 @@ def first_products(nodes: Iterable[Node], step: Callable[[Node], Iterable[Node]]
 
 
 def foldable(spec: Contraction) -> bool:
-    alone = spec.added is None and spec.scale == Const(1.0)
-    return alone and len(spec.contracted) > 1 and "." not in spec.left_axes + spec.right_axes
+    return whole(spec) and len(spec.contracted) > 1 and "." not in spec.left_axes + spec.right_axes
+
+
+def whole(spec: Contraction) -> bool:
+    """Whether a product is nothing but one."""
+    return spec.added is None and spec.scale == Const(1.0)
 
 
 def folded(spec: Contraction) -> Callable[[Tensor, Tensor], Tensor]:

@@ -50,6 +50,19 @@ def summed(lift: Lift, node: Node, index: Index) -> Expr | None:
     return reduced(lift, node, index, "sum")
 
 
+@rule("einsum")
+def summed_by_letters(lift: Lift, node: Node, index: Index) -> Expr | None:
+    """einsum("bhij->bhi", x)[b, h, i] = sum_j x[b, h, i, j]"""
+    letters, arrow, out = str(node.args[0]).replace(" ", "").partition("->")
+    once = len(set(letters)) == len(letters) and set(out) <= set(letters)
+    operands = node.all_input_nodes
+    if len(operands) != 1 or not (arrow and once) or "." in letters or set(out) == set(letters):
+        return None
+    dims = [n for n, a in enumerate(letters) if a not in out]
+    j, e = over(lift, operands[0], dims, tuple(index[out.index(a)] for a in letters if a in out), False)
+    return reduce(lift, node, "sum", j, e) if lift.holds_score(e) else None
+
+
 @rule("mean")
 def mean(lift: Lift, node: Node, index: Index) -> Expr | None:
     """sum_j x[.., j, ..] / N; of scores that a mask filled with -inf it is no number, and not lifted"""

@@ -3,6 +3,7 @@
     scaled_dot_product_attention(Q, K, V)    softmax(scale Q K^T + mask) V              patterns/sdpa.py
     cosine_similarity(Q, K), |Q - K|^2       a product of Q and K, and what each adds    patterns/distances.py
     einsum(P, V, W), P V + C in one call     (P V) W; P V, and C added                   patterns/chains.py
+    exp(S) 1                                 sum exp(S)                                  patterns/folding.py
     N / D,  both summed chunk by chunk       softmax([s_1, .., s_n]) [V_1; ..; V_n]      patterns/online.py
     [Q K_1^T, .., Q K_n^T]                   Q [K_1; ..; K_n]^T                          patterns/together.py
     p[:n] V + p[n:] W,  p a softmax          p [V; W]                                    patterns/joined.py
@@ -24,7 +25,7 @@ from fusecomp.graph.rewriting import Written, attempt
 from fusecomp.patterns.chains import unchain
 from fusecomp.patterns.distances import measure
 from fusecomp.patterns.dropout import seed_dropouts
-from fusecomp.patterns.folding import fold
+from fusecomp.patterns.folding import count, fold
 from fusecomp.patterns.joined import join
 from fusecomp.patterns.online import at_once
 from fusecomp.patterns.renormalised import renormalise
@@ -32,7 +33,9 @@ from fusecomp.patterns.sdpa import define
 from fusecomp.patterns.sums import distribute
 from fusecomp.patterns.together import bring_together
 
-MEANINGS = (define, measure, unchain, at_once, bring_together, join, renormalise, distribute, fold, seed_dropouts)
+MEANINGS = (
+    define, measure, unchain, count, at_once, bring_together, join, renormalise, distribute, fold, seed_dropouts,
+)  # fmt: skip
 
 
 def raised(_: str, error: Exception) -> None:

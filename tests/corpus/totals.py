@@ -60,8 +60,62 @@ def edges_of_a_graph(q: Tensor, k: Tensor, v: Tensor, edges: Tensor) -> Tensor:
     return torch.einsum("bhij,bhjd->bhid", w / w.sum(-1).unsqueeze(-1), v)
 
 
+@CASES.fuse()
+def sum_by_letters(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    e = torch.exp(scores(q, k) - rows(scores(q, k)))
+    return torch.einsum("bhij,bhjd->bhid", e, v) / torch.einsum("bhij->bhi", e)[..., None]
+
+
+@CASES.fuse()
+def sum_by_ones(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    e = scores(q, k).exp()
+    return (e @ v) / (e @ torch.ones_like(v[0, 0, :, :1]))
+
+
+@CASES.fuse()
+def sum_by_a_vector_of_ones(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    e = scores(q, k).exp()
+    return (e @ v) / torch.einsum("bhij,j->bhi", e, k.new_ones(k.shape[-2])).unsqueeze(-1)
+
+
+@CASES.fuse()
+def log_softmax_at_a_temperature(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return (scores(q, k).log_softmax(-1) / 0.7).softmax(-1) @ v
+
+
 # ----------------------------------------------------------------------------------------------------------------
 # Other functions
+
+
+@CASES.decline(square)
+def sum_over_the_queries_by_letters(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    e = scores(q, k).exp()
+    return torch.einsum("bhij,bhjd->bhid", e, v) / torch.einsum("bhij->bhj", e)[..., None]
+
+
+@CASES.decline(square)
+def sum_over_the_queries_by_ones(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    e = scores(q, k).exp()
+    return (e @ v) / (e.mT @ torch.ones_like(v[0, 0, :, :1]))
+
+
+@CASES.decline(square)
+def letters_without_a_sum(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    e = scores(q, k).exp()
+    return (e @ v) / torch.einsum("bhji", e)[..., :1]
+
+
+@CASES.decline(square)
+def sum_by_ones_that_were_written(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    e, z = scores(q, k).exp(), torch.ones_like(v[0, 0, :, :1])
+    z[3:] = 0.5
+    return (e @ v) / (e @ z)
+
+
+@CASES.decline(square)
+def sum_by_twos(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    e = scores(q, k).exp()
+    return (e @ v) / (e @ torch.full_like(v[0, 0, :, :1], 2.0))
 
 
 @CASES.decline(lambda d: [*square(d), d(3, d.n(21), d.n(21)).abs()], "not a softmax of the scores times a factor")
