@@ -136,10 +136,19 @@ def sink_in_the_logarithm(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor) -> Ten
     return (s - torch.logaddexp(s.logsumexp(-1, keepdim=True), sinks[:, :1, None])).exp() @ v
 
 
-@CASES.decline(masked, "the exponentials are multiplied by a tensor before they are normalised")
+@CASES.fuse(masked)
 def exponentials_times_a_tensor(q: Tensor, k: Tensor, v: Tensor, keep: Tensor) -> Tensor:
     e = scores(q, k).exp() * keep.to(q.dtype).cos()
     return (e / e.sum(-1, keepdim=True)) @ v
+
+
+@CASES.decline(masked, "the exponentials are multiplied by a tensor before they are normalised")
+def exponentials_times_a_tensor_whose_sum_is_returned(
+    q: Tensor, k: Tensor, v: Tensor, keep: Tensor
+) -> tuple[Tensor, Tensor]:
+    e = scores(q, k).exp() * keep.to(q.dtype).cos()
+    total = e.sum(-1, keepdim=True)
+    return (e / total) @ v, total
 
 
 @CASES.decline(qkv, "the weights are multiplied by something that depends on the scores")
