@@ -24,7 +24,7 @@ from fusecomp.ir.algebra import apply, depends_on_score, substitute
 from fusecomp.ir.expr import Apply, Const, Expr, Load, Score, Var, dtype_kind, kind, parts, transform, variables
 from fusecomp.ir.ranges import Reach, reach
 from fusecomp.ir.region import Access, AttentionRegion
-from fusecomp.planning.backward import reads_pairs
+from fusecomp.planning.backward import queries_down
 
 INNER = 100
 """Score(INNER + i) stands for the i-th part that S and its derivative share."""
@@ -248,7 +248,7 @@ class GradientFrame(Frame):
     @cached_property
     def queries_down(self) -> bool:
         """Whether a tile of scores is [BLOCK_M, BLOCK_N] there too: what is read for each query and key lies so."""
-        return reads_pairs((self.beside or self).region)
+        return queries_down((self.beside or self).region)
 
     def key_access(self, a: Access) -> tuple[Expr, ...]:
         """The index of K or V in the axes of a program: h // 3 = h_group."""

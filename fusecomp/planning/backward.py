@@ -178,6 +178,11 @@ def reads_pairs(region: AttentionRegion) -> bool:
     return any(pairs(x, region) for e in (region.score, *region.keep) for x in parts(e))
 
 
+def queries_down(region: AttentionRegion) -> bool:
+    """Whether a tile of dK and dV's kernel has queries down it: as a bias lies that is read with it."""
+    return facts(region).load_width > 1
+
+
 def pairs(e: Expr, region: AttentionRegion) -> bool:
     """Whether `e` is read for each query and key."""
     return isinstance(e, Load) and {region.q_idx.name, region.kv_idx.name} <= variables(e)

@@ -40,10 +40,11 @@ shared = CROSSES * WIDTH * pairs
 drawing = Min(1, DRAWS)
 drawn = drawing * DRAWN * pairs
 vector = 16 * threads
-# dQ's walk goes along the rows of a bias: 16 B a thread. The other's goes across them: an element a thread, copied
-# ahead (cp.async) if it has 4 B; narrower ones go through registers.
+# Both walks go along the rows of a bias: 16 B a thread, copied ahead (cp.async). That of dK and dV goes across the rows
+# of a mask: a byte a thread, through registers. Beside a bias P and dS are turned before they are multiplied.
 rows_ahead = (STAGES - 1) * LOAD * pairs
-columns_ahead = Piecewise((rows_ahead, LOAD >= 4), (0, True))
+columns_ahead = Piecewise((rows_ahead, LOAD > 1), (0, True))
+turned, turned_loads, exchanged = (Piecewise((x, LOAD > 1), (0, True)) for x in (WIDTH * pairs, LOAD * pairs, 512))
 loaded = Min(LOAD * pairs, 32 * LOAD * threads)
 narrow, whole = Piecewise((0, LOAD >= 4), (loaded, True)), Piecewise((0, LOAD >= 4), (LOAD * pairs, True))
 statistics = (STAGES - 1) * 4 * MOVING * (2 + Min(1, LOAD))  # log-sum-exp, in two parts beside a bias, and delta
@@ -92,25 +93,25 @@ KEYS: dict[str, tuple[Any, Any]] = {
         (STAGES - 1) * (first + second) + shared,
     ),
     "mma.sync": (
-        first + Max(second_along + TURNED * (1 - drawing) * shared, second + shared, loaded, drawn),
+        first + Max(second_along + TURNED * (1 - drawing) * shared, second + shared, loaded, drawn) + turned_loads,
         Piecewise(
             (first + second_along + (1 - drawing) * shared, TURNED > 0),
-            ((STAGES - 1) * (first + second) + Max(shared, drawn, narrow), True),
+            ((STAGES - 1) * (first + second) + Max(shared, drawn, narrow) + exchanged, True),
         ),
     ),
     "wgmma": (
-        first + Max(second + TURNED * Max(first, second), drawn, loaded),
+        first + Max(second + TURNED * Max(first, second), drawn, loaded) + turned,
         Piecewise(
             (first + second + Max(first, second), TURNED > 0),
             (STAGES * (first + second) + Max(drawn, whole), True),
         ),
     ),
     "tcgen05": (
-        first + Max(second + TURNED * Max(first, second), drawn, loaded),
+        first + Max(second + TURNED * Max(first, second), drawn, loaded) + 2 * turned,
         Piecewise(
             (3 * (first + second) + drawn, TURNED > 0),
             (
-                (STAGES + 1) * (first + second) + WIDTH * MOVING * (D_EARLY + DV_EARLY) + Max(drawn, whole),
+                (STAGES + 1) * (first + second) + WIDTH * MOVING * (D_EARLY + DV_EARLY) + Max(drawn, whole) + turned,
                 True,
             ),
         ),
@@ -129,7 +130,7 @@ needed = (
     + GRAD_PAIR * scores * again
     + GRAD_VECTOR * (first + second) / vector
     + GRAD_DRAW * DRAWING
-    + GRAD_LOAD * Min(1, LOAD)
+    + GRAD_LOAD * Piecewise((1 - KEYS_TOO, LOAD > 1), (Min(1, LOAD), True))
 )
 TAKEN: dict[str, dict[str, float]] = {
     "wgmma": {
