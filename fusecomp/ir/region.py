@@ -215,12 +215,19 @@ def describe(region: AttentionRegion) -> Iterator[str]:
     if region.weight != Const(1.0):
         yield f"    W = {text(region.weight)}"
     if draws(region.weight):
-        yield "    random  32 uniform bits that depend on its arguments alone (Philox-4x32-7)"
+        yield f"    random  32 uniform bits that depend on its arguments alone (Philox-4x32-7){_shares(region.weight)}"
     weights = "softmax(S)" if region.weight == Const(1.0) else "(W * softmax(S))"
     empty = ", 0 where no key is seen" if region.empty_row == "zero" else ""
     yield f"    O = {weights} {_read(region.v, places)}{empty}"
     if region.lse:
         yield f"    lse = log sum exp(S){' with the sink' if region.sink is not None else ''}, beside O"
+
+
+def _shares(weight: Expr) -> str:
+    """The numbers that random words are compared with, as shares of all words: how much is dropped."""
+    compared = [x.operands[1] for x in parts(weight) if isinstance(x, Apply) and draws(x) == [x.operands[0]]]
+    numbers = dict.fromkeys(int(c.value) for c in compared if isinstance(c, Const))
+    return "".join(f"; {n} = {n / 2**32:.4g} * 2^32" for n in numbers)
 
 
 def _places(region: AttentionRegion) -> dict[Expr, str]:

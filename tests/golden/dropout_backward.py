@@ -4,7 +4,7 @@
     S = score * 0.125
     keep  q_idx >= kv_idx
     W = 1.1111111111111112 if random(seed, H * b + h, q_idx, kv_idx) >= 429496730 else 0.0
-    random  32 uniform bits that depend on its arguments alone (Philox-4x32-7)
+    random  32 uniform bits that depend on its arguments alone (Philox-4x32-7); 429496730 = 0.1 * 2^32
     O = (W * softmax(S)) v[b, h, kv_idx, dv]
 
 Its gradients, for dO the gradient of O:
