@@ -16,6 +16,7 @@ from corpus import (
     dense,
     extended,
     families,
+    families_more,
     functions,
     idioms,
     logsums,
@@ -50,7 +51,7 @@ from fusecomp.report import Entry
 ROOT = Path(__file__).parent
 LONG = (
     dense, paged, paged_fetched, paged_masked, paged_more, paged_written, paged_served, paged_latent, paged_near,
-    paged_near_writes, paged_near_served, paged_shared, families,
+    paged_near_writes, paged_near_served, paged_shared, families, families_more,
 )  # fmt: skip
 TABLES = (*LONG, spelled, masked, packed, written, twins, idioms, logsums, extended, functions,
           normalised, calls, pieces, online, assigned, totals, similar)  # fmt: skip
@@ -70,6 +71,7 @@ QUICK = {
     "past_the_length_or_even", "doubled_in_eight_bits", "rounded_on_the_way", "values_written_under_the_scores",
     "written_between_fetch_and_use", "distances_filled_twice", "ring_by_age", "beams_gathered", "pages_chosen_by_head",
     "tokens_chosen_by_head", "scale_and_zero_of_each_token", "halves_of_the_table", "soft_cap_after_the_mask",
+    "transformer_xl", "looks_one_window_back", "no_key_for_the_first_query", "tree_of_parents", "four_index_arrays",
     "half_of_a_mask_filled_again", "zero_in_the_bytes", "merged_in_base_two", "empty_part_under_a_finite_fill",
 }  # fmt: skip
 """Of the long tables, what every run takes; the rest is slow."""

@@ -126,4 +126,51 @@ def loop_with_windows(q: Tensor, k_pool: Tensor, v_pool: Tensor, table: Tensor) 
     return out
 
 
+# ----------------------------------------------------------------------------------------------------------------
+# Addresses
+
+
+def grouped(q: Tensor, k: Tensor, v: Tensor, late: Tensor) -> Tensor:
+    """q [T, H, D], k and v [T, HKV, N, D], late [T, N]"""
+    s = q.view(-1, HKV, G, D) @ k.mT * SCALE
+    return (s.masked_fill(late[:, None, None], -INF).softmax(-1) @ v).reshape(q.shape)
+
+
+@CASES.fuse(lambda d: [d(B, H, D), *paged(d)[1:]])
+def four_index_arrays(q: Tensor, k_pool: Tensor, v_pool: Tensor, table: Tensor, lengths: Tensor) -> Tensor:
+    head, slot = torch.arange(HKV, device=q.device)[:, None, None], torch.arange(PAGE, device=q.device)
+    pages = table.long()[:, None, :, None]
+    k, v = (x[pages, slot, head].flatten(2, 3) for x in (k_pool, v_pool))
+    return grouped(q, k, v, torch.arange(k.shape[2], device=q.device) >= lengths[:, None])
+
+
+@CASES.fuse(lambda d: [d(B, H, D), d(d.n(26), HKV, PAGE, 2 * D), d.table(), d.lengths()])
+def values_behind_keys_in_a_row(q: Tensor, pool: Tensor, table: Tensor, lengths: Tensor) -> Tensor:
+    k, v = pool[table].transpose(1, 2).reshape(B, HKV, -1, 2 * D).chunk(2, -1)
+    return grouped(q, k, v, torch.arange(k.shape[2], device=q.device) >= lengths[:, None])
+
+
+@CASES.fuse(lambda d: [d(7, H, D), *paged(d)[1:4], d.ints([0, 0, 0, 1, 1, 2, 2]), d.ints([45, 46, 47, 9, 10, 14, 15])])
+def tokens_of_several_requests(
+    q: Tensor, k_pool: Tensor, v_pool: Tensor, table: Tensor, owner: Tensor, position: Tensor
+) -> Tensor:
+    k, v = (x[table[owner.long()]].flatten(1, 2).transpose(1, 2) for x in (k_pool, v_pool))
+    return grouped(q, k, v, torch.arange(k.shape[2], device=q.device) > position[:, None])
+
+
+@CASES.fuse(lambda d: [*paged(d, M=4), d.ints([[0, 0, 0, 1]] * B)], note="ancestors by two lookups of parents")
+def tree_of_parents(
+    q: Tensor, k_pool: Tensor, v_pool: Tensor, table: Tensor, lengths: Tensor, parents: Tensor
+) -> Tensor:
+    seen = torch.eye(4, dtype=torch.bool, device=q.device).expand(B, 4, 4)
+    for _ in range(2):
+        seen = seen | torch.gather(seen, 1, parents.long()[:, :, None].expand(-1, -1, 4))
+    k, v = (x[table].flatten(1, 2).repeat_interleave(G, 2) for x in (k_pool, v_pool))
+    place = torch.arange(k.shape[1], device=q.device) - (lengths - 4)[:, None]
+    draft = torch.gather(seen, 2, place.clamp(0, 3)[:, None].expand(-1, 4, -1))
+    keep = (place[:, None] < 0) | ((place[:, None] < 4) & draft)
+    s = torch.einsum("bmhd,bnhd->bhmn", q, k) * SCALE
+    return torch.einsum("bhmn,bnhd->bmhd", s.masked_fill(~keep[:, None], -INF).softmax(-1), v)
+
+
 CASES.decline(used_pages, reason="segments of a list, which `index_add` adds up")(flat_page_list)
