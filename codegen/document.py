@@ -90,7 +90,7 @@ def _plan(plan: TilePlan) -> Iterator[str]:
         found = "whole reads no mask: `list_visits` finds them in the mask's data, once for all launches that share it."
         yield from wrap(f"{visited} {found}", WIDTH)
     if plan.cost is not None:
-        yield _cost(plan.cost)
+        yield from wrap(_cost(plan.cost), WIDTH)
 
 
 def _cost(cost: Cost) -> str:

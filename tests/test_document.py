@@ -18,6 +18,8 @@ from fusecomp.graph.capture import label_of
 from fusecomp.ir.algebra import apply
 from fusecomp.ir.expr import Const, Load, text
 from fusecomp.ir.region import Access
+from fusecomp.planning.device import find
+from fusecomp.planning.plan import plan
 from fusecomp.report import Entry
 
 
@@ -26,7 +28,8 @@ def test_the_users_line_comes_first_and_no_line_is_too_long() -> None:
     head = emit(region, tiles(region)).text.splitlines()
     assert head[0].startswith('"""attention at model.py:9   b < B, h < H')
     assert head[2] == "    # return softmax(s) @ v"
-    for kernel in GOLDEN.values():
+    planned = plan(region, {"B": 4, "H": 16, "M": 4096, "N": 4096}, find("h200"))
+    for kernel in (*GOLDEN.values(), (region, planned)):
         assert max(map(len, emit(*kernel).text.partition("import torch")[0].splitlines())) <= 120
 
 
