@@ -141,6 +141,8 @@ def kernel_key(region: AttentionRegion, plan: TilePlan, saves_lse: bool = False)
         more = (*more, plan.consumers)
     if plan.registers and plan.skeleton == "prefill":
         more = (*more, "registers", plan.registers)
+    if not plan.resident:
+        more = (*more, "unsplit")
     if plan.skeleton == "decode":
         more = (*more, plan.resident, plan.registers, plan.share, plan.splits, plan.looks, plan.overlap)
     return hashlib.sha256(repr((VERSION, region.key, plan.skeleton, tile, *visits, *more)).encode()).hexdigest()[:16]
@@ -148,10 +150,12 @@ def kernel_key(region: AttentionRegion, plan: TilePlan, saves_lse: bool = False)
 
 def prefill(frame: Frame, saves_lse: bool = False) -> tuple[str, list[str]]:
     """(kernel, launcher) where one program walks the keys of one query tile."""
-    holes = {**common(frame), "program": batch_axes(frame), "state": state(frame), "rescue": rescue(frame, saves_lse)}
+    holes: dict[str, str | list[str]] = {**common(frame), "program": batch_axes(frame), "state": state(frame)}
+    holes["rescue"] = rescue(frame, saves_lse)
     holes["store"] = [*beside(frame), *(store_lse(frame) if saves_lse else []), *store(frame)]
     full_begin = "full_begin" if frame.k_begin != "0" or frame.tabled else "0"
-    kernel, params = finished(frame, PREFILL, "attention", {**holes, "full_begin": full_begin})
+    holes |= {"full_begin": full_begin, "first_rows": first_rows(frame, full_begin)}
+    kernel, params = finished(frame, PREFILL, "attention", holes)
     if frame.tabled:
         made = range_kernels(frame.region, frame.plan) if frame.ranged else table_kernels(frame)
         kernel = "\n\n".join([kernel, *made])

@@ -247,13 +247,13 @@ class Frame:
     @property
     def looks_ahead(self) -> bool:
         """Whether a tile looks up where the keys of the next one lie: a decoding program has few of them, and waits."""
-        return bool(self.addressed.tiles) and self.plan.skeleton == "decode"
+        return bool(self.addressed.tiles) and self.plan.decodes
 
     @property
     def stages(self) -> int:
         """Of the compiler's pipeline. A load whose address is loaded itself waits a stage for it: as many buffers of K
         and V as the plan means take nearly twice the stages. In decoding the neighbours fill the wait."""
-        looked_up = self.addressed.tiles and self.plan.skeleton == "prefill"
+        looked_up = self.addressed.tiles and not self.looks_ahead
         return 2 * self.plan.stages - 1 if looked_up else self.plan.stages
 
     def factor(self, e: Exponent) -> str:

@@ -38,7 +38,7 @@ def planned(
     if device.arch != "sm_90" or not expresses(region):
         return None
     tiles = plan(region, sizes, device)
-    if tiles.skeleton != "prefill" or tiles.cost is None:
+    if tiles.skeleton != "prefill" or tiles.decodes or tiles.cost is None:
         return None
     own = specialised(region, tiles)
     if tiles.visits == "table" or (tiles.visits == "ranges" and not expresses(hiding(region))):

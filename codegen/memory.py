@@ -160,12 +160,12 @@ def row_loads(frame: Frame, edge: bool) -> Lines:
     return _looked_up(frame, "", key_names(frame), ", mask=live, other=0" if edge else "")
 
 
-def first_rows(frame: Frame) -> Lines:
+def first_rows(frame: Frame, begin: str = "full_begin") -> Lines:
     """The same for the first tile of a loop that looks up where the keys of the next tile lie."""
     if not frame.looks_ahead:
         return []
     why = "# Where keys lie is looked up a tile ahead"
-    return [why, *_next_tile("full_begin", lines := _next_rows(frame)), *lines]
+    return [why, *_next_tile(begin, lines := _next_rows(frame)), *lines]
 
 
 def next_rows(frame: Frame) -> Lines:

@@ -49,6 +49,7 @@ def «name»(
     «key_range»
     «full_range»
     «descriptors»
+    «first_rows»
     for k_start in range(«full_begin», full_end, BLOCK_N):
         «full_tile»
 

@@ -75,7 +75,7 @@ def _columns(shown: Sequence[Line], narrow: bool) -> Iterator[tuple[str, bool, C
     yield "warps", False, lambda x: str(x.tile.warps)
     yield "stages", False, lambda x: str(x.tile.stages)
     if any(x.tile.resident for x in shown):
-        yield "per SM", False, lambda x: str(x.tile.resident)
+        yield "per SM", False, lambda x: str(x.tile.resident or "-")
     if len({x.tile.loads for x in shown}) > 1:
         yield "K, V by", True, lambda x: LOADS[x.tile.loads]
     yield "SRAM", False, lambda x: held(x.smem_bytes)

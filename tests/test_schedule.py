@@ -40,7 +40,10 @@ def sizes(args: list[Tensor]) -> dict[str, int]:
     return {"B": len(args[3]), "H": 8, "M": args[0].shape[2], "N": 128}
 
 
-def plan(share: int = 0) -> TilePlan:
+def plan(share: int | None = 0) -> TilePlan:
+    """In shares of so many tiles, or as long as the lengths ask for (0); None: not split."""
+    if share is None:
+        return replace(tiles(REGION, 16, 16, "prefill", pack=4), resident=0)
     return replace(tiles(REGION, 16, 16, "decode", pack=4), share=share)
 
 
@@ -52,9 +55,9 @@ LENGTHS = {
 }
 
 
-@pytest.mark.parametrize("share", [0, 2])
+@pytest.mark.parametrize("share", [0, 2, None])
 @pytest.mark.parametrize("name", LENGTHS)
-def test_requests_of_any_length(interpreter: Interpreter, name: str, share: int) -> None:
+def test_requests_of_any_length(interpreter: Interpreter, name: str, share: int | None) -> None:
     """Pages past a length are never read; a request without keys gives NaN, as softmax over nothing does."""
     args = requests(*LENGTHS[name])
     agree(interpreter, REGION, args, sizes(args), plan(share))
@@ -69,13 +72,22 @@ def test_more_shares_or_fewer_than_are_combined_at_a_time(interpreter: Interpret
 def test_as_many_at_a_time_as_are_predicted() -> None:
     """One long request has many shares; many requests have few, and are looked through at once. Neighbours share it."""
     found = {}
-    for b, n in ((1, 16384), (1, 16000), (64, 4096), (200, 256)):
+    for b, n in ((1, 16384), (1, 16000), (64, 4096), (200, 1024)):
         made = planning.plan(REGION, {"B": b, "H": 8, "M": 1, "N": n}, find("h200"))
         found[b, n] = made.splits, made.looks
     assert found[1, 16384] == found[1, 16000]
     assert found[1, 16384][0] >= 16
     assert found[64, 4096][1] == 64
-    assert found[200, 256] == (4, 256)
+    assert found[200, 1024] == (4, 256)
+
+
+def test_many_requests_of_few_keys_are_not_split() -> None:
+    """A program for each walks all of its keys, and writes the result itself. Of many keys one may have most."""
+    shapes = (200, 256), (200, 4096), (1, 256)
+    few, many, single = (planning.plan(REGION, {"B": b, "H": 8, "M": 1, "N": n}, find("h200")) for b, n in shapes)
+    assert (few.skeleton, few.resident, few.pack, few.decodes) == ("prefill", 0, 4, True)
+    assert "combine" not in emit(REGION, few).text
+    assert many.skeleton == single.skeleton == "decode"
 
 
 @pytest.mark.parametrize("page", [1, 8, 12, 32, 128])

@@ -160,7 +160,8 @@ def settled(case: Case, tiles: Sequence[Tile], us: Sequence[float]) -> list[floa
     if case.kind != "decode":
         return list(us)
     launch, least = Launch(case.region, case.sizes, H200, decode=True), {}
-    same = [(replace(t, resident=0), launch.inputs(t)["CAP"], launch.quantities(t)["programs"]) for t in tiles]
+    grids = [(launch.inputs(t)["CAP"], launch.quantities(t)["programs"]) for t in tiles]
+    same = [(replace(t, resident=min(1, t.resident)), *grid) for t, grid in zip(tiles, grids, strict=True)]
     for key, time in zip(same, us, strict=True):
         least[key] = min(time, least.get(key, time))
     return [least[key] for key in same]

@@ -18,7 +18,7 @@ from fusecomp.ir.reference import evaluate
 from fusecomp.planning import backward
 from fusecomp.planning.device import current
 from fusecomp.planning.facts import value
-from fusecomp.planning.plan import plan, rows, scheduled
+from fusecomp.planning.plan import TABLED, plan, rows, scheduled
 from fusecomp.planning.tile import Tile, TilePlan
 from fusecomp.running import cache
 from fusecomp.running.backward import gradients
@@ -28,8 +28,8 @@ from fusecomp.running.visits import launcher
 
 Run = Callable[[], Any]
 COLUMNS = ("block_m", "block_n", "warps", "stages", "pack", "loads", "resident")
-DECODE = [(n, w, s, r) for r in (1, 2, 4, 8) for n in (16, 32, 64, 128) for w in (2, 4) for s in (2, 3)]
-"""BLOCK_N, warps, stages and programs of a multiprocessor, which share its registers."""
+DECODE = [(n, w, s, r) for r in (0, 1, 2, 4) for n in (16, 32, 64, 128) for w in (2, 4) for s in (2, 3)]
+"""BLOCK_N, warps, stages and programs of a multiprocessor, which share its registers; of 0 the keys are not split."""
 GRADIENTS = ("queries", "keys")
 
 
@@ -42,11 +42,17 @@ def plans(case: Case) -> list[TilePlan]:
     tiles = [row.tile for row in rows(case.region, case.sizes) if "needs" not in row.reason]
     if case.kind == "decode":
         shapes, device = dict.fromkeys((t.block_m, t.pack) for t in tiles), current()
-        made = [(m, p, *rest) for m, p in shapes for rest in DECODE]
+        made = [(m, p, *rest) for m, p in shapes for rest in DECODE if rest[-1] or fills(case, p)]
+        made = [x for x in made if not case.page or x[3] in TABLED[0]]
         tiles = [Tile(m, n, w, s, p, "pointer", r) for m, p, n, w, s, r in made]
         return [scheduled(first, tile, case.region, case.sizes, device) for tile in tiles]
     shared = replace(first, visits="bounds", resident=4)
     return [replace(shared, **{name: getattr(t, name) for name in COLUMNS[:-1]}) for t in tiles]
+
+
+def fills(case: Case, pack: int) -> bool:
+    """Whether a program for each packed group of heads is one for each multiprocessor."""
+    return case.batch * case.heads // pack >= current().sms
 
 
 def tile_of(made: TilePlan) -> tuple[Any, ...]:

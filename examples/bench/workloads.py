@@ -132,6 +132,7 @@ def _decode() -> list[Case]:
     rows += [({**grouped, "d": 64}, paged, (64, 4096)), ({**grouped, "d": 64}, dense, (1, 32768))]
     rows += [(held, dense, (16, 8192)), (held, dense, (1, 4096)), ({**grouped, "m": 4}, dense, (16, 4096))]
     rows += [({**grouped, "heads": 16, "d": 256}, dense, (8, 4096))]
+    rows += [(grouped, how, (256, 256)) for how in (dense, paged)]
     return [Case(n=n, batch=b, **{**what, **how}) for what, how, (b, n) in rows]
 
 

@@ -137,7 +137,15 @@ def _bound(factor: Expr, c: int) -> Poly | None:
             return _highest(plus(poly(m), {(): 1}, -1))
         case Apply("floordiv", (a, Const(int(m)))) if c < 0 and (most := upper(a)) is not None:
             return {(): most // m}
+        case Apply("floordiv", (a, Const(int(m)))) if c < 0 < m and (top := _highest(poly(a))) is not None:
+            return _whole(top, m)
     return None
+
+
+def _whole(p: Poly, m: int) -> Poly | None:
+    """p // m, where m divides all of p but a number."""
+    divides = all(k % m == 0 for monomial, k in p.items() if monomial)
+    return {monomial: k // m for monomial, k in p.items()} if divides else None
 
 
 def _from_the_end(i: Expr, other: Expr) -> bool:

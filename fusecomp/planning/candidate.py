@@ -62,7 +62,7 @@ class Launch:
             "WARPS": tile.warps,
             "STAGES": tile.stages,
             "PACK": tile.pack,
-            "RESIDENT": max(1, tile.resident),
+            "RESIDENT": tile.resident,
             "DESC": int(tile.loads == "descriptor"),
             "TILES": seen.visited,
             "TESTED": seen.tested,
@@ -88,14 +88,15 @@ class Launch:
             "N": self.at.n,
             "REACHED": min(self.at.n, 16 * every_query),
             "LOAD_UNIQUE": sum(loaded),
-            "REQUESTS": math.prod(_size(v.size, self.sizes) for v in self.region.batch if v.name in self._bounding()),
             "SPLIT": int(self.decode),
         }
 
-    def _bounding(self) -> frozenset[str]:
-        """What the range of keys varies with."""
+    @property
+    def requests(self) -> int:
+        """How many ranges of keys there are: one for each place on the batch axes that the range varies with."""
         spans = self.known.reach
-        return frozenset().union(*(variables(x.edge) for x in (*spans.lower, *spans.upper)))
+        varies = frozenset().union(*(variables(x.edge) for x in (*spans.lower, *spans.upper)))
+        return math.prod(_size(v.size, self.sizes) for v in self.region.batch if v.name in varies)
 
 
 def in_part(seen: Visits, rows: int, square: float, shown: float) -> Visits:

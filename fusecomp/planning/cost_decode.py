@@ -2,7 +2,8 @@
 
 Flash-Decoding (Dao, Haziza, Massa and Sizov, 2023): one query has no rows to fill a device with, so its keys do. The
 time is that of the memory where enough bytes are on their way at once; else it is how long a tile takes to come, times
-how many come one after another. The shares are those that codegen/schedule.py makes.
+how many come one after another. The shares are those that codegen/schedule.py makes; where query tiles are many, each
+is left to one program instead, and there is nothing to combine.
 """
 
 from __future__ import annotations
@@ -15,15 +16,17 @@ from fusecomp.planning.resources import SMEM_RESERVED, accumulator, kv_tile, sme
 from fusecomp.planning.symbols import *
 
 DECODE_FITTED = {
-    "BEGIN": 2.6e-06,  # s: a launch, and a program's way to its first loads
-    "LOOK": 6.65e-07,  # s: a load that what follows waits for, from L2: a length, the number of a page, a share
-    "ARRIVE": 2.72e-07,  # s: a tile of K and V from device memory, with nothing else on its way
-    "STEP": 1.31e-07,  # s: a tile's products and softmax, each of which waits for the one before
-    "CROSS": 3.23e-07,  # s: more of it for each doubling of the warps that share its rows
-    "KNEE": 3.75,  # how sharply memory goes from waited for to saturated: 1 sums the two, if large the longer counts
-    "SPILL": 3.06,  # times that a spilled register is stored and loaded in a tile
+    "BEGIN": 1e-06,  # s: a launch
+    "START": 5.14e-07,  # s: a program's way to its first loads, while its neighbours load
+    "LOOK": 1.27e-06,  # s: a load that what follows waits for, from L2: a length, the number of a page, a share
+    "ARRIVE": 9.96e-08,  # s: a tile of K and V from device memory, with nothing else on its way
+    "STEP": 1.92e-07,  # s: a tile's products and softmax, each of which waits for the one before
+    "EACH": 2.07e-07,  # s of a multiprocessor's issue slots: a tile of four warps, whatever its size
+    "CROSS": 2.94e-07,  # s: more of it for each doubling of the warps that share its rows
+    "KNEE": 6.55,  # how sharply memory goes from waited for to saturated: 1 sums the two, if large the longer counts
+    "SPILL": 1.65,  # times that a spilled register is stored and loaded in a tile
     "STREAM": 1.09,  # of HBM_RATE, of a launch that only reads
-    "COMBINE": 1.72e-06,  # s: the launch that combines shares, made ready meanwhile
+    "COMBINE": 3.69e-06,  # s: the launch that combines shares, made ready meanwhile
 }
 """Fitted on one half of the decoding workloads in `examples/bench/records/tiles_h200.json`, and judged on the other."""
 
@@ -34,30 +37,30 @@ DECODE_REGISTERS = {
 }
 """Fitted on the kernels of decoding compiled for sm_90."""
 
-BEGIN, LOOK, ARRIVE, STEP, CROSS, KNEE, SPILL, STREAM, COMBINE = symbols(
-    "BEGIN LOOK ARRIVE STEP CROSS KNEE SPILL STREAM COMBINE"
+BEGIN, START, LOOK, ARRIVE, STEP, EACH, CROSS, KNEE, SPILL, STREAM, COMBINE = symbols(
+    "BEGIN START LOOK ARRIVE STEP EACH CROSS KNEE SPILL STREAM COMBINE"
 )
 DECODE_BASE, DECODE_SUM, DECODE_VECTOR = symbols("DECODE_BASE DECODE_SUM DECODE_VECTOR")
-# Programs of a multiprocessor that the keys are split for, registers that they are held to (0: none), requests
-# whose lengths are looked up; whether keys are found through a table
-RESIDENT, CAP, REQUESTS = symbols("RESIDENT CAP REQUESTS")
+# Programs of a multiprocessor that the keys are split for (0: they are not), registers that they are held to (0: none);
+# whether keys are found through a table
+RESIDENT, CAP = symbols("RESIDENT CAP")
 paged = Min(1, LOOKED_UP)
-SPLITS, COLUMNS = 16, 64
-"""Shares that `combine` takes at a time, and columns that a program of it makes."""
+SPLITS = 64
+"""Shares that `combine` takes at a time, at most."""
 
 # Shares: about as many programs as RESIDENT of each multiprocessor, of whole tiles, those of a request equal
 query_tiles = ceiling(M / floor(BLOCK_M / PACK))
 units = HEADS / PACK * query_tiles
 tiles = ceiling(N / BLOCK_N)  # of a unit
-longest = Max(1, ceiling(tiles * units / (RESIDENT * SMS)))
+split = Min(1, RESIDENT)
+longest = Max(1, (1 - split) * tiles, split * ceiling(tiles * units / (Max(1, RESIDENT) * SMS)))
 splits = ceiling(tiles / longest)
 own = ceiling(tiles / splits)  # tiles of a program
 programs = units * splits
 
 # Programs of the busiest multiprocessor: rounds of as many as it holds, then the rest. A program that is held to some
 # registers takes them all.
-# One of three stages looks up where keys lie.
-ahead = Max(1, STAGES - 1 - paged * Max(0, 1 - Max(STAGES - 3, 3 - STAGES)))
+ahead = Max(1, STAGES - 1)
 registers = DECODE_BASE + DECODE_SUM * accumulator + DECODE_VECTOR * vectors
 spilled = Max(0, registers - REGS_MAX)
 by_registers = REGS_PER_SM / (8 * ceiling(Max(CAP, Min(REGS, REGS_MAX)) / 8) * threads)
@@ -70,30 +73,34 @@ rest = most - rounds * resident
 # A tile of one program: bytes from device memory, which all programs share; issue slots, which those of one
 # multiprocessor share; and a time in which neither is busy, the way of its loads and the chain of its products
 tile_bytes = BLOCK_N * (K_ROW + V_ROW)
-even = programs / most  # multiprocessors' worth of programs: fewer draw on the memory where they are uneven
-memory = tile_bytes * even / (HBM_RATE * STREAM)
+last = programs - rounds * resident * SMS  # programs after the rounds
 port = tile_bytes * SMS / L2_RATE
 slots = BLOCK_M * BLOCK_N * (3 + FMA + TEST)
 spill = threads * 8 * SPILL * SPILLED / SMEM_RATE * SMS
-pipe = spill + slots / (FMA_RATE / SMS) + 2 * BLOCK_M * BLOCK_N * (D + DV) / (MMA_RATE * mma_share / SMS)
-served = Max(memory, port, pipe)
+products = 2 * BLOCK_M * BLOCK_N * (D + DV) / (MMA_RATE * mma_share / SMS)
+pipe = spill + EACH * WARPS / 4 + slots / (FMA_RATE / SMS) + products
 crossing = Max(0, sympy.log(16 * WARPS / BLOCK_M, 2))
-alone = ARRIVE + STEP + CROSS * crossing + paged * LOOK * Max(0, 3 - STAGES) + pipe * 4 / Min(4, WARPS)
+chain = STEP + CROSS * crossing + pipe * 4 / Min(4, WARPS)
 
 
-def turn(customers: object) -> object:
-    """Seconds from a tile to the same program's next, of `customers` at one queue and a delay: at least that of one
-    alone, and of the queue where all wait in it (Denning and Buzen's bounds, 1978); near their meeting it is more."""
-    return power(power(served * customers, KNEE) + power(served + alone, KNEE), 1 / KNEE)
+start = START + paged * LOOK * ahead  # until it is known where the first keys lie
 
 
-read_s = own * (rounds * turn(resident * ahead) + Min(1, rest) * turn(Max(1, rest) * ahead)) / ahead
+def turn(neighbours: object, multiprocessors: object) -> object:
+    """Seconds of a program, where so many multiprocessors hold so many programs each: at least what the queue takes in
+    which all wait; what its start takes and, for each tile, its own chain, or the way of a tile over those that are on
+    it at once (Denning and Buzen's bounds, 1978). Near their meeting it is more."""
+    served = Max(tile_bytes * multiprocessors / (HBM_RATE * STREAM), port, pipe)
+    alone = Max(chain, (served + ARRIVE + chain) / ahead)
+    return power(power(own * served * neighbours, KNEE) + power(start + own * alone, KNEE), 1 / KNEE)
+
+
+read_s = rounds * turn(resident, SMS) + Min(1, rest) * turn(Max(1, rest), last / Max(1, rest))
 stream_s = programs * own * tile_bytes / (HBM_RATE * STREAM)
 
-# `combine`: a program for each row of a unit and 64 columns, which takes 16 shares at a time
+# `combine`: programs for each row of a unit, which take as many shares at a time as there are
 partials = programs * BLOCK_M * 4 * (DV + 2)  # B, written and read in L2
-combine_s = COMBINE + LOOK * ceiling(splits / SPLITS) + 2 * partials / L2_RATE
-begin_s = BEGIN + paged * LOOK * 2 * ceiling(REQUESTS / 32)
+combine_s = split * (COMBINE + LOOK * ceiling(splits / SPLITS) + 2 * partials / L2_RATE)
 
 groups = Min(resident, most)
 busy = most * SMS / programs
@@ -123,10 +130,10 @@ WORK: dict[str, Equation] = {
     "working_s": (programs * own * pipe / SMS, "s of the multiprocessors' pipes"),
     "read_s": (read_s, "s in which the busiest multiprocessor reads its tiles"),
     "delay_s": (Max(0, read_s - stream_s) / busy * groups, "s that one program waits for no pipe"),
-    "launch_s": (begin_s + combine_s, "s of launches, and of the combination"),
+    "launch_s": (BEGIN + combine_s, "s of launches, and of the combination"),
     "groups": (groups, "programs at once on one multiprocessor"),
     "busy": (busy, "work of the busiest multiprocessor over an even share"),
-    "latency_s": (begin_s + combine_s + Max(0, read_s - stream_s), "s of starts, late loads and the combination"),
-    "seconds": (begin_s + read_s + combine_s, "s in all"),
+    "latency_s": (BEGIN + combine_s + Max(0, read_s - stream_s), "s of starts, late loads and the combination"),
+    "seconds": (BEGIN + read_s + combine_s, "s in all"),
 }
 DECODE = Model(ALLOCATION, WORK)

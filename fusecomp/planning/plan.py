@@ -33,12 +33,13 @@ SPILL_LIMIT = 64
 """Registers over the limit that a tile may need and still be tried; each costs time (`cost.spill_s`)."""
 TIE, DECODE_TIE = 0.01, 0.02
 """Times so near each other are one; in decoding, where many tiles are as fast as the memory, predictions tell less."""
-RESIDENT = (1, 2, 4, 8)
-"""Of decoding: programs of a multiprocessor that the keys may be split for."""
-TABLED = (4,), (2,)
-"""Warps and stages of decoding whose keys are found through a table. Two warps have no registers for the addresses, and
-a third stage only looks up where keys lie: of ten such workloads the best tile was at most 0.5 % faster than the best
-with these (examples/bench/records/tiles_h200.json)."""
+RESIDENT = (0, 1, 2, 4)
+"""Of decoding: programs of a multiprocessor that the keys may be split for; 0: not split."""
+UNSPLIT = 512
+"""Keys that one program may walk where only the run knows how long requests are, and one may be longer than all others:
+for about as long as splitting and combining takes."""
+TABLED = (4,), (2, 3)
+"""Warps and stages of decoding whose keys are found through a table: two warps have no registers for the addresses."""
 SIDES = (16, 32, 64, 128)
 
 
@@ -89,7 +90,6 @@ def plan(
         cost=cost,
         rejected=_rejected(ranked),
         device=device.name,
-        overlap=kind == "decode" and device.capability >= 90,
         visits=how,
         registers=held,
     )
@@ -101,12 +101,15 @@ def scheduled(
 ) -> TilePlan:
     """The plan with another tile of the same skeleton, at lengths near `sizes`."""
     made = replace(made, **{f.name: getattr(tile, f.name) for f in fields(Tile) if f.name != "resident"})
-    if made.skeleton != "decode":
+    if not made.decodes:
         return made
+    if not tile.resident:
+        return replace(made, skeleton="prefill", resident=0, registers=0, overlap=False)
     held = share_of_registers(device, tile.resident * tile.warps)
     launch = Launch(region, dict(coarse(sizes)), device, decode=True)
     splits, looks = at_a_time(launch, tile)
-    return replace(made, resident=tile.resident, registers=held, splits=splits, looks=looks)
+    made = replace(made, skeleton="decode", resident=tile.resident, registers=held, overlap=device.capability >= 90)
+    return replace(made, splits=splits, looks=looks)
 
 
 SPLITS, LOOKS = (4, 64), (32, 1024)
@@ -115,8 +118,8 @@ SPLITS, LOOKS = (4, 64), (32, 1024)
 
 def at_a_time(launch: Launch, tile: Tile) -> tuple[int, int]:
     """Shares that are combined, and requests that are looked through, in one step where there are as many as here."""
-    splits, requests = (int(launch.quantities(tile)["splits"]), int(launch.fixed["REQUESTS"]))
-    return clipped(power(splits), *SPLITS), clipped(power(requests), *LOOKS)
+    splits = int(launch.quantities(tile)["splits"])
+    return clipped(power(splits), *SPLITS), clipped(power(launch.requests), *LOOKS)
 
 
 def clipped(n: int, least: int, most: int) -> int:
@@ -176,13 +179,26 @@ def candidates(launch: Launch, describable: bool = False) -> Iterator[Tile]:
     pack = packed(launch.known.group) if launch.decode and launch.known.packs else 1
     tallest = max(16, power(launch.at.m * pack))
     schedules = TABLED if launch.known.looked_up else ((2, 4), (2, 3))
-    how = (*schedules, ways, RESIDENT) if launch.decode else ((4, 8), (1, 2, 3, 4), ways, (0,))
+    resident = RESIDENT if unsplit(launch, pack) else RESIDENT[1:]
+    how = (*schedules, ways, resident) if launch.decode else ((4, 8), (1, 2, 3, 4), ways, (0,))
     for block_m, block_n, warps, stages, loads, resident in product(SIDES, SIDES, *how):
         fits = pack <= block_m <= tallest and (warps <= 4 or block_m * block_n >= 64 * 64)
         if fits and (loads == "pointer" or (block_m >= 64 and stages > 1)):
             tile = Tile(block_m, block_n, warps, stages, pack, loads, resident)
-            if in_tensor_memory(tile, launch.known, launch.device):
+            if in_tensor_memory(tile, launch.known, launch.device) and at_once(launch, tile):
                 yield tile
+
+
+def at_once(launch: Launch, tile: Tile) -> bool:
+    """Of decoding: whether a multiprocessor holds as many programs as the keys are split for: none is to run after."""
+    return not tile.resident or tile.resident <= launch.quantities(tile)["resident"]
+
+
+def unsplit(launch: Launch, pack: int) -> bool:
+    """Whether a program for each packed query tile may walk all keys: there is one for each multiprocessor, and none
+    may have much more to do than the others."""
+    even = launch.requests == 1 or launch.at.n <= UNSPLIT
+    return even and launch.at.heads // pack >= launch.device.sms
 
 
 def packed(group: int) -> int:

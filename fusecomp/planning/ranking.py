@@ -109,10 +109,11 @@ def rank_plan(region: AttentionRegion, sizes: Mapping[str, int], device: Device,
     A plan is chosen at those lengths rounded up, or timed, so that another tile may be a little faster here."""
     describable = "descriptor" in {plan.loads, *(r.loads for r in plan.rejected)}
     ranked = rows(region, sizes, device, describable=describable)
-    if plan.cost is None or plan.consumers or ranked[0].skeleton != plan.skeleton:
+    kind = "decode" if plan.decodes else plan.skeleton
+    if plan.cost is None or plan.consumers or ranked[0].skeleton != kind:
         return None
     own = Tile(plan.block_m, plan.block_n, plan.warps, plan.stages, plan.pack, plan.loads, asked(plan))
-    taken = next((row for row in ranked if row.tile == own), Row(own, plan.skeleton, plan.cost, ""))
+    taken = next((row for row in ranked if row.tile == own), Row(own, kind, plan.cost, ""))
     others = [row for row in ranked if row.tile != own]
     return rank(region, sizes, device, [taken, *others], device.smem_bytes, "not at rounded lengths")
 

@@ -17,7 +17,7 @@ class Tile:
     loads: str = "pointer"
     """How K and V are fetched: "pointer" or "descriptor"."""
     resident: int = 0
-    """Of decoding: programs of a multiprocessor, as many as the keys are split for; else 0."""
+    """Of decoding: programs of a multiprocessor, as many as the keys are split for; 0 where they are not split."""
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,8 @@ class TilePlan:
     device: str = ""
     """Name of the device planned for."""
     resident: int = 4
-    """Programs that a multiprocessor holds at once; "decode" makes as many shares of the keys as the device holds."""
+    """Programs that a multiprocessor holds at once; "decode" makes as many shares of the keys as the device holds.
+    Of "prefill" 0: few queries, whose keys are not split, for there are programs enough."""
     share: int = 0
     """Of "decode": tiles of keys of one share. 0: all shares of a launch are about as long, so that they end together;
     else the shares of a request depend on its own length alone."""
@@ -103,3 +104,8 @@ class TilePlan:
     visits: str = "bounds"
     """Which keys a query tile visits. "bounds": those between the edges that the mask's terms put on kv_idx. "table":
     the tiles in which it sees a key, listed once per mask from its data (codegen/table.py)."""
+
+    @property
+    def decodes(self) -> bool:
+        """Whether it is for few queries and many keys, split or not."""
+        return self.skeleton == "decode" or not self.resident
