@@ -137,8 +137,8 @@ def _bound(factor: Expr, c: int) -> Poly | None:
             return _highest(plus(poly(m), {(): 1}, -1))
         case Apply("floordiv", (a, Const(int(m)))) if c < 0 and (most := upper(a)) is not None:
             return {(): most // m}
-        case Apply("floordiv", (a, Const(int(m)))) if c < 0 < m and (top := _highest(poly(a))) is not None:
-            return _whole(top, m)
+        case Apply("floordiv", (a, Const(int(m)))) if c < 0 < m and (highest := _highest(poly(a))) is not None:
+            return _whole(highest, m)
     return None
 
 
