@@ -18,8 +18,9 @@ from fusecomp.ir.reference import evaluate
 from fusecomp.planning import backward
 from fusecomp.planning.device import current
 from fusecomp.planning.facts import value
-from fusecomp.planning.plan import TABLED, plan, rows, scheduled
+from fusecomp.planning.plan import plan, rows, scheduled
 from fusecomp.planning.tile import Tile, TilePlan
+from fusecomp.planning.worth import TABLED
 from fusecomp.running import cache
 from fusecomp.running.backward import gradients
 from fusecomp.running.loader import load

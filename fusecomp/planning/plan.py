@@ -6,10 +6,9 @@ carries is that of the lengths asked for.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from functools import lru_cache
-from itertools import product
 from typing import Any
 
 from fusecomp.errors import PlanError
@@ -19,10 +18,11 @@ from fusecomp.planning.chunks import power
 from fusecomp.planning.device import Device, current
 from fusecomp.planning.facts import lengths
 from fusecomp.planning.queueing import bound
-from fusecomp.planning.resources import in_tensor_memory, usable
+from fusecomp.planning.resources import usable
 from fusecomp.planning.tile import Cost, Rejected, Tile, TilePlan
 from fusecomp.planning.visits import shown, visits
 from fusecomp.planning.workload import Workload
+from fusecomp.planning.worth import candidates
 
 DECODE_ROWS, DECODE_KEYS = 16, 256
 """At most so many queries, and at least so many keys: the keys are split over programs."""
@@ -33,14 +33,6 @@ SPILL_LIMIT = 64
 """Registers over the limit that a tile may need and still be tried; each costs time (`cost.spill_s`)."""
 TIE, DECODE_TIE = 0.01, 0.02
 """Times so near each other are one; in decoding, where many tiles are as fast as the memory, predictions tell less."""
-RESIDENT = (0, 1, 2, 4)
-"""Of decoding: programs of a multiprocessor that the keys may be split for; 0: not split."""
-UNSPLIT = 512
-"""Keys that one program may walk where only the run knows how long requests are, and one may be longer than all others:
-for about as long as splitting and combining takes."""
-TABLED = (4,), (2, 3)
-"""Warps and stages of decoding whose keys are found through a table: two warps have no registers for the addresses."""
-SIDES = (16, 32, 64, 128)
 
 
 @dataclass(frozen=True)
@@ -169,41 +161,6 @@ def skeleton(region: AttentionRegion, sizes: Mapping[str, int]) -> str:
     """ "decode" where a few queries face many keys, else "prefill"."""
     at = lengths(region, sizes)
     return "decode" if at.m <= DECODE_ROWS and at.n >= DECODE_KEYS else "prefill"
-
-
-def candidates(launch: Launch, describable: bool = False) -> Iterator[Tile]:
-    """Every tile worth costing: a packed group fits in it, it is no taller than the rows, eight warps have work.
-
-    Descriptors fill what wgmma or tcgen05 reads, ahead of it."""
-    ways = ("pointer", "descriptor") if describable and launch.describable else ("pointer",)
-    pack = packed(launch.known.group) if launch.decode and launch.known.packs else 1
-    tallest = max(16, power(launch.at.m * pack))
-    schedules = TABLED if launch.known.looked_up else ((2, 4), (2, 3))
-    resident = RESIDENT if unsplit(launch, pack) else RESIDENT[1:]
-    how = (*schedules, ways, resident) if launch.decode else ((4, 8), (1, 2, 3, 4), ways, (0,))
-    for block_m, block_n, warps, stages, loads, resident in product(SIDES, SIDES, *how):
-        fits = pack <= block_m <= tallest and (warps <= 4 or block_m * block_n >= 64 * 64)
-        if fits and (loads == "pointer" or (block_m >= 64 and stages > 1)):
-            tile = Tile(block_m, block_n, warps, stages, pack, loads, resident)
-            if in_tensor_memory(tile, launch.known, launch.device) and at_once(launch, tile):
-                yield tile
-
-
-def at_once(launch: Launch, tile: Tile) -> bool:
-    """Of decoding: whether a multiprocessor holds as many programs as the keys are split for: none is to run after."""
-    return not tile.resident or tile.resident <= launch.quantities(tile)["resident"]
-
-
-def unsplit(launch: Launch, pack: int) -> bool:
-    """Whether a program for each packed query tile may walk all keys: there is one for each multiprocessor, and none
-    may have much more to do than the others."""
-    even = launch.requests == 1 or launch.at.n <= UNSPLIT
-    return even and launch.at.heads // pack >= launch.device.sms
-
-
-def packed(group: int) -> int:
-    """The most heads of a group that share a tile: its largest divisor that a tile can hold."""
-    return max(p for p in range(1, SIDES[-1] + 1) if group % p == 0)
 
 
 @lru_cache(maxsize=512)
