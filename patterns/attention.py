@@ -11,9 +11,11 @@ import logging
 from collections.abc import Container, Iterator
 from dataclasses import dataclass, field
 
+from torch import Tensor
 from torch.fx import GraphModule, Node
 
 from fusecomp.graph.facts import Facts, Place, is_tensor, op_name, place, reach, shape
+from fusecomp.graph.holding import numbers
 from fusecomp.graph.rewriting import facts_of
 from fusecomp.ir.algebra import ZERO, const
 from fusecomp.ir.expr import Apply, Expr, Var
@@ -57,12 +59,11 @@ class Recogniser:
     outside: frozenset[Node] = frozenset()
     """Nodes that are read as they are, whatever they compute."""
     facts: Facts = field(init=False)
-    constants: dict[str, object] = field(init=False)
+    constants: dict[str, Tensor] = field(init=False)
 
     def __post_init__(self) -> None:
         self.facts = facts_of(self.module)
-        nodes = self.module.graph.nodes
-        self.constants = {n.name: _attribute(self.module, n.target) for n in nodes if n.op == "get_attr"}
+        self.constants = numbers(self.module)
 
     def one(self, anchor: Node) -> Match | Declined:
         """What became of one candidate."""
@@ -141,13 +142,6 @@ def divided(lift: Lift, node: Node, e: Expr, spec: Contraction, axes: dict[str, 
             lift.visited.add(node)
             return user, found
     return None
-
-
-def _attribute(module: GraphModule, target: object) -> object:
-    found: object = module
-    for name in str(target).split("."):
-        found = getattr(found, name, None)
-    return found
 
 
 def candidates(module: GraphModule) -> Iterator[Node]:

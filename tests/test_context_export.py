@@ -116,6 +116,37 @@ def test_lifted_parameters_are_inputs() -> None:
     torch.testing.assert_close(fused(*given)[0], model(x), rtol=1e-4, atol=1e-4)
 
 
+class Learned(nn.Module):
+    """Scales by numbers that it holds; the fill is a number of the program."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale, self.out = nn.Parameter(torch.tensor(0.3)), nn.Linear(8, 8)
+        self.register_buffer("cap", torch.tensor(2.0))
+        self.register_buffer("mask", torch.ones(13, 13, dtype=torch.bool).tril(), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        s = torch.tanh(x @ x.mT * self.scale / self.cap) * self.cap
+        return self.out(torch.where(self.mask, s, torch.tensor(-INF)).softmax(-1) @ x)
+
+
+@pytest.mark.parametrize("exported", [True, False])
+def test_what_the_module_holds_is_read_at_every_call(exported: bool) -> None:
+    x, model = torch.randn(2, 3, 13, 8), Learned()
+    graph = torch.export.export(model, (x,)).module() if exported else torch.fx.symbolic_trace(model)
+    fused = fusecomp.fuse(graph, (x,))
+    assert fusecomp.counters()["fused"] == 1
+    assert fused.state_dict().keys() == graph.state_dict().keys()
+    wanted = torch.autograd.grad(model(x).square().sum(), list(model.parameters()))
+    found = torch.autograd.grad(fused(x).square().sum(), [fused.get_parameter(n) for n, _ in model.named_parameters()])
+    torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
+    changed = {name: value * 1.5 for name, value in model.state_dict().items()}
+    for module in (model, fused):
+        module.load_state_dict(changed, strict=False)
+        module.mask[5:] = True
+        torch.testing.assert_close(fused(x), model(x), rtol=1e-4, atol=1e-4)
+
+
 class Named(nn.Module):
     """Takes and returns structures."""
 

@@ -27,6 +27,7 @@ from torch.utils import _pytree as pytree
 
 from fusecomp.errors import CaptureError
 from fusecomp.graph.facts import KEPT, LABEL, erase_dead, op_name, recorded_value, word, written_arguments
+from fusecomp.graph.holding import named_as_before
 from fusecomp.graph.levels import written_out
 from fusecomp.graph.recordings import Unusual, described
 from fusecomp.graph.repeats import expanded, repetitive
@@ -133,12 +134,14 @@ def tracer() -> Any:
 def capture(gm: GraphModule, values: Sequence[Any]) -> GraphModule:
     """Re-trace `gm` on fake inputs into pre-dispatch ATen, dead code removed. `torch.vmap` is written out.
 
-    Inputs and outputs keep their order. In-place operations stay as written; autocast shows as enter and exit nodes.
+    Inputs and outputs keep their order, parameters and buffers their names. In-place operations stay as written;
+    autocast shows as enter and exit nodes.
     """
     mode = fake_mode(values)
     with beside_constants(mode) if mode is not None else contextlib.nullcontext():
         traced = expanded(gm, values) if mode is not None and repetitive(gm) else None
         traced = traced if traced is not None else traced_whole(gm, values)
+    named_as_before(traced, gm)
     for node, source in zip(*(g.graph.find_nodes(op="placeholder") for g in (traced, gm)), strict=False):
         node.meta[LABEL] = label_of(str(source.target))
     return traced

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 
+from fusecomp.graph import holding
 from fusecomp.graph.facts import is_tensor, op_name, storage, value, written_arguments
 from fusecomp.graph.modes import in_their_modes
 
@@ -60,9 +61,7 @@ def mark(module: GraphModule, values: Sequence[Any]) -> None:
 
 def parameter(module: GraphModule, node: Node) -> bool:
     """Whether a node reads a parameter that the graph's module holds, and that is trained."""
-    found: Any = module
-    for name in str(node.target).split(".") if node.op == "get_attr" else ():
-        found = getattr(found, name, None)
+    found = holding.held(module, node.target) if node.op == "get_attr" else None
     return isinstance(found, torch.Tensor) and found.requires_grad
 
 

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.fx import Node
 
 from fusecomp.graph.facts import op_name, reach
+from fusecomp.graph.holding import held
 from fusecomp.patterns.build import Match
 from fusecomp.patterns.contraction import READERS
 from fusecomp.patterns.naming import SizeSource
@@ -128,7 +129,7 @@ def constant(node: Node) -> Any:
     """The value of a get_attr node; None for any other."""
     if node.op != "get_attr":
         return None
-    return getattr(node.graph.owning_module, str(node.target), None)
+    return held(node.graph.owning_module, node.target)
 
 
 def stand_in(val: Any, dtype: torch.dtype | None, device: torch.device) -> Any:
