@@ -84,7 +84,7 @@ def taking_turns(steps: dict[str, Callable[[], Any]]) -> dict[str, float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("out", nargs="?", type=Path)
     parser.add_argument("--names", default=NAMES)
     parser.add_argument("--lengths", default="128,512")
