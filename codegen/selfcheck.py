@@ -13,7 +13,7 @@ from fusecomp.codegen.sample import KEYS, QUERIES, sample
 from fusecomp.codegen.skeletons import fill
 from fusecomp.codegen.wrap import wrapped_lines
 from fusecomp.ir.algebra import apply, draws
-from fusecomp.ir.expr import Const, Expr, Largest, Score, Var, variables
+from fusecomp.ir.expr import Const, Expr, Largest, Score, Var, parts, variables
 from fusecomp.ir.primitives import TIMES
 from fusecomp.ir.region import Access, AttentionRegion, extent
 
@@ -204,7 +204,11 @@ def _output(region: AttentionRegion) -> Lines:
     order = [(*(v.name for v in region.batch), "q_idx", "dv").index(name) for name in _axis_names(region)]
     moved = "" if order == sorted(order) else f".permute({', '.join(map(str, order))})"
     value = _read(region, region.v, region.pv_dtype, True, region.dv, "dv")
-    return [f"v_rows = {value}  # [..., N, Dv]", f"return (p @ v_rows){moved}" if moved else "return p @ v_rows"]
+    if any(region.kv_idx in set(parts(e)) for e in region.v.index):
+        shape, product = "[..., N, Dv]", "p @ v_rows"
+    else:  # one value for all keys
+        shape, product = "[..., 1, Dv]", "p.sum(dim=-1, keepdim=True) * v_rows"
+    return [f"v_rows = {value}  # {shape}", f"return ({product}){moved}" if moved else f"return {product}"]
 
 
 def _axis_names(region: AttentionRegion) -> list[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from torch import Tensor
 
 from fusecomp.codegen.emit import emit
 from fusecomp.codegen.sample import sample
+from fusecomp.codegen.selfcheck import selfcheck
 from fusecomp.graph.capture import label_of
 from fusecomp.ir.algebra import apply
 from fusecomp.ir.expr import Const, Load, text
@@ -61,6 +63,19 @@ def test_a_file_checks_itself_at_lengths_that_its_tensors_have() -> None:
     grouped = replace(one, operands=(q, *others), products=(product,))
     assert sample(grouped).sizes == {"B": 2, "H": 2, "M": 5, "N": 53}
     assert sample(grouped).tensors[0] == "torch.randn((2, 10, 16), dtype=torch.float32)"
+
+
+def test_a_file_checks_itself_where_all_keys_have_one_value() -> None:
+    region = attention(scaled_score, causal)
+    q, k, v = region.operands
+    one = replace(region.v, index=(*region.v.index[:2], Const(0), region.v.index[3]))
+    region = replace(region, operands=(q, k, replace(v, shape=(*v.shape[:2], Const(1), v.shape[3]))), v=one)
+    space: dict[str, Any] = {"torch": torch}
+    exec("\n".join(selfcheck(region)).partition("def main()")[0], space)
+    found = sample(region)
+    tensors = [eval(t, space) for t in found.tensors]
+    expected = tensors[2].expand(-1, -1, found.sizes["M"], -1)
+    torch.testing.assert_close(space["reference"](tensors, [found.sizes[name] for name in region.sizes]), expected)
 
 
 def documents(q: Tensor, k: Tensor, v: Tensor, doc: Tensor) -> Tensor:
