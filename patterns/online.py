@@ -3,7 +3,8 @@
     N_c = N_(c-1) exp(m_(c-1) - m_c) + exp(s_c - m_c) V_c        N_C / D_C = softmax([s_1, .., s_C]) [V_1; ..; V_C]
     D_c = D_(c-1) exp(m_(c-1) - m_c) + sum_j exp(s_cj - m_c)
 
-N and D are sums of terms, each times factors exp(a - b) of its rows. With what was subtracted from its scores, the
+N and D are sums of terms, each times factors exp(a - b) of its rows; where every step divides, as FlashAttention 1
+does, its own D_(c-1) stands before N_(c-1) / D_(c-1) and cancels. With what was subtracted from its scores, the
 exponents of a term must add up to one and the same -m, and m must be known to be finite. The sums of the chunks may
 also be stacked first, each with a maximum of its own.
 """
@@ -51,9 +52,9 @@ class Term:
 
 
 def at_once(module: GraphModule) -> Iterator[Written]:
-    """Write out every such quotient."""
-    for node in list(module.graph.nodes):
-        found = quotient(node)
+    """Write out every such quotient, the last step's first: those of the steps before are part of it."""
+    for node in reversed(list(module.graph.nodes)):
+        found = quotient(node) if node.users else None
         if found is None or not known_rows(module, found):
             continue
         inputs = inputs_of(found)
@@ -101,10 +102,11 @@ def divided(node: Node) -> tuple[Node, Node] | None:
 
 
 def terms(node: Any, leaf: Callable[[Node], Term | None], so_far: Counter[Node] | None = None) -> Iterator[Term]:
-    """The terms of a sum, with the exponents of what each is multiplied by."""
+    """The terms of a sum, with the exponents of what each is multiplied by. A factor that is no exponential must be
+    what the other one is divided by."""
     so_far = so_far or Counter()
     node, name = row(node), op_name(row(node))
-    if name in ZEROS or (name == "mul" and 0 in node.args):
+    if name in ZEROS or (name == "mul" and any(map(nought, node.args))):
         return
     if (found := leaf(node)) is not None:
         exponents = added(so_far, Counter(dict(found.exponents)))
@@ -115,11 +117,18 @@ def terms(node: Any, leaf: Callable[[Node], Term | None], so_far: Counter[Node] 
                 yield from terms(x, leaf, so_far)
     elif (name == "mul" or in_place(node, "mul_")) and (parted := factor(node)):
         yield from terms(parted[0], leaf, added(so_far, parted[1]))
+    elif name == "mul" and (whole := undivided(node)):
+        yield from terms(whole[0], leaf, added(so_far, whole[1]))
     elif name == "sum" and (pieces := stacked(node)):
         for x, largest, whole in pieces:
             yield from terms(x, leaf, added(so_far, Counter({largest: 1}), Counter({whole: -1})))
     else:
         raise Other
+
+
+def nought(x: Any) -> bool:
+    """Whether a factor is 0, where a loop begins."""
+    return op_name(x) in ZEROS if isinstance(x, Node) else x == 0
 
 
 def added(*exponents: Counter[Node]) -> Counter[Node]:
@@ -158,15 +167,38 @@ def in_place(node: Node, name: str) -> bool:
 def factor(node: Node) -> tuple[Node, Counter[Node]] | None:
     """(x, exponents of f) of x * f or f * x, where f is an exponential of rows and as long as x."""
     for x, f in (node.args, node.args[::-1]):
-        if is_tensor(x) and is_tensor(f) and shape(x) == shape(node) and len(shape(f)) == len(shape(x)):  # type: ignore[arg-type]
-            e = row(f)
-            difference = row(e.args[0]) if op_name(e) == "exp" else e
-            if op_name(difference) == "sub" and plain(difference):
-                a, b = (row(finite(row(y))) for y in difference.args)
-                counted = Counter({a: 1})
-                counted[b] -= 1
-                return x, counted  # type: ignore[return-value]
+        whole = is_tensor(x) and is_tensor(f) and shape(x) == shape(node) and len(shape(f)) == len(shape(x))  # type: ignore[arg-type]
+        if whole and (found := powers(row(f))) is not None:
+            return x, found  # type: ignore[return-value]
     return None
+
+
+def powers(e: Node) -> Counter[Node] | None:
+    """The exponents of exp(a - b)."""
+    difference = row(e.args[0]) if op_name(e) == "exp" else e
+    if op_name(difference) != "sub" or not plain(difference):
+        return None
+    a, b = (row(finite(row(y))) for y in difference.args)
+    counted = Counter({a: 1})
+    counted[b] -= 1
+    return counted
+
+
+def undivided(node: Node) -> tuple[Node, Counter[Node]] | None:
+    """(N, exponents of f) of (D f) (N / D), D and f of rows."""
+    for x, f in (node.args, node.args[::-1]):
+        quotient = divided(row(x)) if shape(x) == shape(node) else None
+        for d, e in factors(row(f)) if quotient is not None else ():
+            found = powers(e)
+            if d is row(quotient[1]) and found is not None:  # type: ignore[index]
+                return quotient[0], found  # type: ignore[index]
+    return None
+
+
+def factors(f: Node) -> Iterator[tuple[Node, Node]]:
+    """Both orders of a product of two."""
+    if op_name(f) == "mul" and plain(f):
+        yield from (tuple(map(row, pair)) for pair in (f.args, f.args[::-1]))  # type: ignore[misc]
 
 
 def exponential(node: Node) -> Term | None:

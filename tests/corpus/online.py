@@ -116,6 +116,27 @@ def chunks_stacked(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return merged(tops, totals, outs)
 
 
+def divided_at_each_step(q: Tensor, k: Tensor, v: Tensor, miss: str = "") -> Tensor:
+    """FlashAttention 1: O is normalised after every chunk, by what the next one multiplies it with."""
+    out, total, m = torch.zeros_like(q), torch.zeros_like(q[..., :1]), torch.full_like(q[..., :1], -INF)
+    i, _ = places(q, k)
+    for n, (x, y) in enumerate(chunks(k, v)):
+        s = scores(q, x)
+        if miss == "causal":
+            s = s.masked_fill(torch.arange(8 * n, 8 * n + 8, device=q.device) > i, -INF)
+        own = s.amax(-1, keepdim=True)
+        p = torch.exp(s - own)
+        new = torch.maximum(m, own)
+        kept, gained = torch.exp(m - new), torch.exp(own - new)
+        before, total = total, kept * total + gained * p.sum(-1, keepdim=True)
+        out = ((before + 0.5 if miss == "sum" else before) * kept * out + gained * (p @ y)) / total
+        m = new
+    return out
+
+
+CASES.fuse(blocks, dtypes=FULL)(divided_at_each_step)
+
+
 # ----------------------------------------------------------------------------------------------------------------
 # Near misses
 
@@ -184,3 +205,14 @@ def own_maximum_of_a_chunk_without_keys(q: Tensor, k: Tensor, v: Tensor) -> Tens
         totals.append(p.sum(-1))
         outs.append(p @ y)
     return merged(tops, totals, outs)
+
+
+@CASES.decline(blocks, dtypes=FULL)
+def divided_by_another_sum(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return divided_at_each_step(q, k, v, "sum")
+
+
+@CASES.decline(blocks, dtypes=FULL, grad=())
+def divided_at_each_step_where_a_chunk_has_no_key(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """NaN: -inf less -inf."""
+    return divided_at_each_step(q, k, v, "causal")
