@@ -186,8 +186,8 @@ def powers(e: Node) -> Counter[Node] | None:
 
 def undivided(node: Node) -> tuple[Node, Counter[Node]] | None:
     """(N, exponents of f) of (D f) (N / D), D and f of rows."""
-    for x, f in (node.args, node.args[::-1]):
-        quotient = divided(row(x)) if shape(x) == shape(node) else None
+    for x, f in (node.args, node.args[::-1]) if plain(node) else ():
+        quotient = divided(row(x)) if shape(x) == shape(node) else None  # type: ignore[arg-type]
         for d, e in factors(row(f)) if quotient is not None else ():
             found = powers(e)
             if d is row(quotient[1]) and found is not None:  # type: ignore[index]

@@ -216,3 +216,9 @@ def divided_by_another_sum(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 def divided_at_each_step_where_a_chunk_has_no_key(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """NaN: -inf less -inf."""
     return divided_at_each_step(q, k, v, "causal")
+
+
+@CASES.decline(blocks, dtypes=FULL)
+def doubled_before_it_is_divided(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    e = scores(q, k).exp() + 1e-3
+    return (e @ v * 2.0) / e.sum(-1, keepdim=True)
