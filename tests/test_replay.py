@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from threading import Thread
 from types import SimpleNamespace
@@ -192,24 +191,6 @@ def test_what_another_thread_launches_meanwhile_is_not_recorded(module: Any, hea
     assert said(heard, again, tensors) == said(heard, Host(module), tensors)
 
 
-@dataclass
-class Described:
-    base: Tensor
-    shape: list[int]
-
-
-def test_descriptors_describe_the_new_tensor() -> None:
-    x, y, metadata = torch.zeros(4), torch.zeros(4), SimpleNamespace()
-    compiled = SimpleNamespace(run=None, function=None, packed_metadata=None, metadata=metadata)
-    made: list[replay.Descriptor] = []
-    run = run_of(Launched(compiled, (1, 1, 1), (Described(x, [4]), y, 7)), [x, y], made)
-    assert run is not None
-    assert [(d.of, d.cls, d.fields) for d in made] == [(0, Described, {"base": None, "shape": [4]})]
-    new = replay.described(y, made[0].cls, made[0].fields)
-    assert new.base is y
-    assert run.pick([*run.numbers, "x", "y", new]) == (new, "y", 7)
-
-
 @pytest.mark.parametrize(("other", "alike"), [("cpu", True), ("meta", False)])
 def test_tensors_of_another_device(module: Any, heard: list[Any], other: str, alike: bool) -> None:
     x, y = torch.zeros(4), torch.zeros(4, device=other)
@@ -226,7 +207,7 @@ def test_launches_that_are_not_recorded() -> None:
         None,  # Triton's own
         Launched(scratch, (1, 1, 1), (x, y)),
         Launched(plain, (1, 1, 1), (x, torch.zeros(4))),
-        Launched(plain, (1, 1, 1), (Described(torch.zeros(4), [4]), y)),
+        Launched(plain, (1, 1, 1), (SimpleNamespace(base=x), y)),
     ):
         assert run_of(launch, [x, y], []) is None
 

@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fusecomp.planning.resources import triton_release
+from fusecomp.running.launcher import TensorMap, opened
 from fusecomp.running.launching import ALIGNED, Launched, listening
 
 Call = Callable[[Sequence[Tensor]], Any]
@@ -27,6 +28,8 @@ DEVICES = {"cuda": "_empty_strided_cuda"}
 """Where calls are recorded, and what makes a tensor there soonest: what Inductor's programs call."""
 RELEASES = ((3, 6), (3, 7))
 """Of Triton, those whose compiled kernels are known to run as `Recording.again` runs them."""
+ADDRESSES = 256
+"""Of one tensor of a recording, whose tensor maps are kept: a few hundred bytes each."""
 MOST = 4
 """Recordings of one call. Where its tensors lie in more ways than that, the others are not recorded."""
 aten = torch.ops.aten
@@ -80,22 +83,22 @@ class Made(NamedTuple):
 
 
 class Descriptor(NamedTuple):
-    """What describes one tensor of a call."""
+    """What describes one tensor of a call to the device, and the last ones by its address."""
 
     of: int
-    cls: type
-    fields: dict[str, Any]
+    encoded: Callable[[Tensor], Any]
+    known: dict[int, Any]
 
 
 class Run(NamedTuple):
-    """One launch of a compiled kernel: run(grid, stream, function, metadata, listeners, arguments)."""
+    """One launch of a compiled kernel: c(*grid, stream, *before, *arguments)."""
 
-    run: Callable[..., None]
+    c: Callable[..., None]
     grid: tuple[int, ...]
-    kernel: tuple[Any, ...]
+    before: tuple[Any, ...]
     numbers: tuple[Any, ...]
     pick: Callable[[list[Any]], tuple[Any, ...]]
-    """The arguments, among numbers, then pointers and descriptors."""
+    """The arguments, among numbers, then pointers and tensor maps."""
     compiled: Any
     """What keeps the kernel loaded."""
 
@@ -128,19 +131,20 @@ class Recording(NamedTuple):
         held, values = [*tensors, *new], [*pointers, *map(_pointer, new)]
         for of in self.zeros:
             held[of].zero_()
-        if self.descriptors:
-            values += [described(held[of], cls, fields) for of, cls, fields in self.descriptors]
+        for of, encoded, known in self.descriptors:
+            found = known.get(values[of])
+            values.append(described(held[of], values[of], encoded, known) if found is None else found)
         stream = self.stream(self.device)
-        for run, grid, kernel, numbers, pick, _ in self.launches:
-            run(*grid, stream, *kernel, None, None, None, *pick([*numbers, *values]))
+        for c, grid, before, numbers, pick, _ in self.launches:
+            c(*grid, stream, *before, *pick([*numbers, *values]))
         return self.arranged(held)
 
 
-def described(tensor: Tensor, cls: type, fields: dict[str, Any]) -> Any:
-    """A descriptor of this tensor, as one that lies alike has."""
-    new: Any = object.__new__(cls)
-    vars(new).update(fields, base=tensor)
-    return new
+def described(tensor: Tensor, address: int, encoded: Callable[[Tensor], Any], known: dict[int, Any]) -> Any:
+    """The tensor map of an address, which is kept."""
+    if len(known) >= ADDRESSES:
+        known.clear()
+    return known.setdefault(address, encoded(tensor))
 
 
 # ----------------------------------------------------------------------------------------------------------------
@@ -221,20 +225,19 @@ def arrangement(results: Tensor | Sequence[Tensor], held: Sequence[Tensor]) -> C
 
 def run_of(launch: Launched | None, held: Sequence[Tensor], descriptors: list[Descriptor]) -> Run | None:
     """The launch, of tensors held; None where it takes others, or is given memory when it is made."""
-    if launch is None or scratch(launch.compiled):
+    if launch is None or scratch(launch.compiled) or (made := opened(launch.compiled, launch.args)) is None:
         return None
-    numbers = [x for x in launch.args if not isinstance(x, Tensor) and not hasattr(x, "base")]
+    numbers = [x for x in made.args if not isinstance(x, Tensor | TensorMap)]
     picked, counted = list[int](), iter(range(len(numbers)))
-    for x in launch.args:
-        of = place(x if isinstance(x, Tensor) else getattr(x, "base", None), held)
-        if hasattr(x, "base") and of is not None:
-            descriptors.append(Descriptor(of, type(x), {**vars(x), "base": None}))
+    for x in made.args:
+        of = place(x.base if isinstance(x, TensorMap) else x, held)
+        if isinstance(x, TensorMap) and of is not None:
+            descriptors.append(Descriptor(of, x.encoded, {}))
             of = len(held) + len(descriptors) - 1
-        if of is None and (isinstance(x, Tensor) or hasattr(x, "base")):
+        if of is None and isinstance(x, Tensor | TensorMap):
             return None
         picked.append(next(counted) if of is None else len(numbers) + of)
-    kernel = launch.compiled.function, launch.compiled.packed_metadata
-    return Run(launch.compiled.run, launch.grid, kernel, tuple(numbers), itemgetter(*picked), launch.compiled)
+    return Run(made.c, launch.grid, made.before, tuple(numbers), itemgetter(*picked), launch.compiled)
 
 
 def scratch(compiled: Any) -> int:
