@@ -168,6 +168,18 @@ def test_a_release_that_is_not_known(module: Any, monkeypatch: pytest.MonkeyPatc
     assert host.calls == 3
 
 
+def test_a_launcher_that_is_not_as_it_was_read(module: Any, heard: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    def changed(*_: Any) -> Any:
+        raise AttributeError("launch")
+
+    monkeypatch.setattr(replay, "opened", changed)
+    again = Replayed(host := Host(module))
+    for calls in (1, 2):
+        tensors = draw()
+        assert said(heard, again, tensors) == said(heard, Host(module), tensors)
+        assert host.calls == calls
+
+
 def test_no_tensor_is_kept(module: Any) -> None:
     again, tensors = Replayed(Host(module)), draw()
     results = again(tensors)

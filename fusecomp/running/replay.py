@@ -11,6 +11,7 @@ descriptor can describe, is not recorded, and is made as it stands every time.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import reduce
 from operator import itemgetter, methodcaller, or_
 from typing import Any, NamedTuple
@@ -190,8 +191,9 @@ def recorded(
     """What was done to the tensors; None where that is more than making some and launching kernels."""
     import triton
 
-    held, descriptors = [*tensors, *seen.made], list[Descriptor]()
-    runs = [run_of(launch, held, descriptors) for launch in launches]
+    held, descriptors, runs = [*tensors, *seen.made], list[Descriptor](), list[Run | None]()
+    with suppress(Exception):  # a launcher that is not as it was read
+        runs = [run_of(launch, held, descriptors) for launch in launches]
     arranged = arrangement(results, held)
     device, guards = tensors[0].device, torch._C._dynamo.guards
     apart = any(x.device != device for x in held)
