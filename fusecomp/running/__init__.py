@@ -6,5 +6,5 @@
     verify, verdict, expected, inputs, subgraph the judge: random inputs, the graph's own nodes in float64
     cache                                       kernels and verdicts on disk
     operator, substitute, sums, visits, layout  what stands in the graph instead
-    calls, inductor, direct, replay             what a call of it costs the host, made small
+    calls, inductor, direct, replay, launcher   what a call of it costs the host, made small
 """
