@@ -16,8 +16,6 @@ MEMORY = 232_448 - 1024
 """B of a program's shared memory, less what its barriers take."""
 WIDTHS = {"bfloat16": 2, "float16": 2, "float32": 4}
 """B of what can come in blocks."""
-BARRIERS = 12
-"""Of the hardware, beside the four that Triton has."""
 
 
 def pair_loads(region: AttentionRegion) -> tuple[Load, ...]:
@@ -41,14 +39,13 @@ def _in_rows(region: AttentionRegion, x: Load) -> bool:
     return inner and known and len(outer) <= 3 and x.dtype in WIDTHS
 
 
-def buffers(region: AttentionRegion, plan: TilePlan) -> int:
-    """How many of their tiles there is room for beside Q, K, V and O, and hardware's barriers; at most two.
+def fits(region: AttentionRegion, plan: TilePlan) -> bool:
+    """Whether shared memory has room for one of their tiles beside each of K.
 
-    2 B (rows (D + min(D, COLUMNS)) + 2 stages keys D) + buffers wide rows keys  <=  MEMORY
+    2 B (rows (D + min(D, COLUMNS)) + 2 stages keys D) + stages wide rows keys  <=  MEMORY
     """
     wide, d = sum(WIDTHS[x.dtype] for x in copied(region)), region.head_size
     if not plan.consumers or not wide or plan.visits != "bounds":
-        return 0
+        return False
     held = 2 * (plan.block_m * (d + min(d, COLUMNS)) + 2 * plan.stages * plan.block_n * d)
-    barriers = BARRIERS - 2 * (plan.stages + plan.consumers)
-    return max(0, min(2, (MEMORY - held) // (wide * plan.block_m * plan.block_n), barriers))
+    return held + plan.stages * wide * plan.block_m * plan.block_n <= MEMORY

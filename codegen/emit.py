@@ -250,7 +250,6 @@ def constants(frame: Frame, read: Set[str]) -> list[str]:
         "SPLITS": (plan.splits, "shares that are combined at a time"),
         "COLUMNS": (combined_columns(frame), "of the output, combined by one program"),
         "GROUPS": (plan.consumers, "of four warps that multiply, 64 rows of a tile each"),
-        "BUFFERS": (frame.buffers, "tiles in shared memory of what is read for each pair"),
         "STAGES": (plan.stages, "tiles of K, and of V, in shared memory"),
         **turns.constants(frame),
         "LOG2E": (LOG2E, "log2(e)"),

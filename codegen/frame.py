@@ -7,7 +7,7 @@ from functools import cached_property
 
 from fusecomp.codegen.base2 import Exponent, exponent, may_be_minus_inf
 from fusecomp.codegen.cheaper import cheaper
-from fusecomp.codegen.copied import buffers, copied
+from fusecomp.codegen.copied import copied, fits
 from fusecomp.codegen.printer import Names
 from fusecomp.codegen.values import RUN, Values, address_values, element_values
 from fusecomp.ir.algebra import apply, substitute
@@ -188,13 +188,8 @@ class Frame:
     @cached_property
     def copied(self) -> tuple[tuple[str, Load], ...]:
         """Those of its loads that come in blocks, copied by a warp of its own."""
-        found = copied(self.region) if self.buffers else ()
+        found = copied(self.region) if fits(self.region, self.plan) else ()
         return tuple((name, x) for name, x in self.element.tiles if x in found)
-
-    @cached_property
-    def buffers(self) -> int:
-        """Tiles of them in shared memory."""
-        return buffers(self.region, self.plan)
 
     @cached_property
     def addressed(self) -> Values:

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from fusecomp.codegen.cheaper import cheaper
-from fusecomp.codegen.copied import COLUMNS, buffers, copied
+from fusecomp.codegen.copied import COLUMNS, copied, fits
 from fusecomp.codegen.frame import Frame
 from fusecomp.codegen.memory import output_index
 from fusecomp.ir.expr import Apply, Const, Expr, Load, Var, parts, variables
@@ -23,7 +23,7 @@ NAMES = frozenset({
     "section", "weights", "counter", "written", "barrier", "copied", "sums", "o", "produce", "consume", "described",
     "inside", "instruction", "left", "right", "known", "given", "consumed", "produced", "above", "below",
     "tanh", "head", "hand", "handed", "key_of", "tail", "masked", "listed", "all_tiles", "q_line", "slope_n", "shift",
-    "pairs_ready", "base_2", "unit", "top", "risen", "widen", "apart",
+    "base_2", "unit", "top", "risen", "widen", "apart",
 })  # fmt: skip
 """What the skeletons call their own variables."""
 GROUP_ROWS = 64
@@ -31,12 +31,10 @@ GROUP_ROWS = 64
 KEYS = {64: 128, 128: 128, 256: 64}
 """Of a tile, for each head size: registers hold S, P and O."""
 NARROW = 64
-"""The same where else there is no room for two tiles of what is read for each pair."""
+"""The same where two of them leave no room for what is read for each pair. With D 64 and a bias in single precision
+(B 4, H 16, N 4096) they leave it: 0.80 ms, where three of 64 keys take 0.90 (probes_h200.json)."""
 STAGES = {64: 3, 128: 2, 256: 2}
 """Of K and of V, for each head size: as many as shared memory holds beside Q and O."""
-FEWEST = 2
-"""The same before a tile is narrow: with D 64 and a bias in single precision (B 4, H 16, N 4096) 0.80 ms, where three
-and 64 keys take 0.90 (probes_h200.json)."""
 REGISTERS = {2: (168, 240, 24), 3: (128, 160, 32)}
 """For each number of groups, of a thread at launch; then of one that multiplies, and of one that copies, which hands
 most of its own to the others."""
@@ -86,15 +84,15 @@ def _looks_up(index: Sequence[Expr]) -> bool:
 
 
 def specialised(region: AttentionRegion, plan: TilePlan) -> TilePlan:
-    """The plan with this kernel's own tile, the first that leaves room for two tiles of what is read for each pair;
+    """The plan with this kernel's own tile, the first that leaves room for what is read for each pair;
     planning/hopper.py predicts its cost."""
     size, n = extent(region.dv), 2 if plan.visits != "bounds" else groups(region)
     tile = replace(plan, block_m=n * GROUP_ROWS, block_n=KEYS[size], warps=4, stages=STAGES[size], pack=1)
     tile = replace(tile, loads="descriptor", consumers=n, registers=0, cost=None, rejected=())
     if not copied(region) or plan.visits != "bounds":
         return tile
-    made = (tile, replace(tile, stages=FEWEST), replace(tile, block_n=NARROW))
-    return next((t for t in made if buffers(region, t) >= 2), made[-1])
+    made = [replace(tile, block_n=keys, stages=stages) for keys in (KEYS[size], NARROW) for stages in (3, 2)]
+    return next((t for t in made if fits(region, t)), made[-1])
 
 
 def groups(region: AttentionRegion) -> int:

@@ -25,9 +25,6 @@ are over sooner than predicted (hopper_short_h200.json)."""
 AT_MOST_TRAINED = 1.5
 """The same where it is trained and visits by ranges: the gradients of packed documents (B 4, H 16, N 4096, D 64) take
 0.52 ms by kernels for Hopper, and 1.57 by portable ones (probes_h200.json)."""
-LEAST_BUFFERS = 2
-"""Tiles in shared memory of what the score reads for each pair. With two a bias of each head (B 4, H 16, N 4096, D 64)
-took 0.78 ms where the portable kernel takes 0.99 (probes_h200.json); one is not ready when it is needed."""
 
 
 def planned(
@@ -43,8 +40,7 @@ def planned(
     own = specialised(region, tiles)
     if tiles.visits == "table" or (tiles.visits == "ranges" and not expresses(hiding(region))):
         return None
-    frame, pairs = Frame(region, own), pair_loads(region)
-    if pairs and (len(frame.copied) < len(pairs) or frame.buffers < LEAST_BUFFERS):
+    if len(Frame(region, own).copied) < len(pair_loads(region)):
         return None  # what it reads element by element takes longer than its products
     cost = hopper_cost(region, sizes, device, own)
     most = AT_MOST_TRAINED if trained and tiles.visits == "ranges" else AT_MOST

@@ -13,36 +13,10 @@ from fusecomp.codegen.frame import Frame
 from fusecomp.codegen.hopper import GROUP_ROWS, blocks, holds_q
 from fusecomp.codegen.memory import widened
 from fusecomp.codegen.printer import triton_dtype
-from fusecomp.codegen.skeletons import fill
 from fusecomp.ir.expr import Apply, Load, Score, Var, parts, variables
 from fusecomp.ir.region import extent
 
 Lines = list[str]
-
-COPY = '''\
-if block < blocks:
-    count = done + block
-    slot = count % BUFFERS
-    k_start = last - block * BLOCK_N
-    if count >= BUFFERS:
-        barrier("sync", PAIRS_FREE + slot, THREADS)
-    mbarrier.expect(pairs_ready.index(slot), «bytes»)
-    for group in gl.static_range(GROUPS):
-        «copies»
-'''
-
-READ = '''\
-copied(pairs_ready, count, BUFFERS)
-«tiles»
-fence_async_shared()
-barrier("arrive", PAIRS_FREE + count % BUFFERS, THREADS)
-'''
-
-READY = '''\
-pairs_ready = gl.allocate_shared_memory(gl.int64, [BUFFERS, 1], mbarrier.MBarrierLayout())
-for i in gl.static_range(BUFFERS):
-    mbarrier.init(pairs_ready.index(i), count=1)
-'''
 
 
 def turning(frame: Frame) -> tuple[Var, ...]:
@@ -65,40 +39,36 @@ def allocated(frame: Frame) -> Lines:
     """Memory of the tiles."""
     return [
         f"{x.tensor}_smem = gl.allocate_shared_memory({triton_dtype(x.dtype)}, "
-        f"[BUFFERS * GROUPS, {GROUP_ROWS}, BLOCK_N], {'WIDE' if x.dtype == 'float32' else 'SHARED'})"
+        f"[STAGES * GROUPS, {GROUP_ROWS}, BLOCK_N], {'WIDE' if x.dtype == 'float32' else 'SHARED'})"
         for _, x in frame.copied
     ]
 
 
-def ready(frame: Frame) -> Lines:
-    """What says that tiles have come."""
-    return READY.splitlines() if frame.copied else []
+def size(frame: Frame) -> str:
+    """Bytes of them beside a tile of K."""
+    wide = sum(WIDTHS[x.dtype] for _, x in frame.copied)
+    return f" + BLOCK_M * BLOCK_N * {wide}" if wide else ""
 
 
 def copies(frame: Frame, place: Callable[[Load], str]) -> Lines:
     """Tiles of all of them, for every group; `place`: the coordinates of a block."""
-    if not frame.copied:
-        return []
     lines: Lines = []
     for _, x in frame.copied:
         block = f"{x.tensor}_desc.dtype, {blocks(frame)[x.tensor]}, {x.tensor}_desc.layout"
         into = f"{x.tensor}_smem.index(slot * GROUPS + group)._reinterpret({block})"
-        copy = f"{x.tensor}_desc, {place(x)}, pairs_ready.index(slot), {into}"
-        lines += ["tma.async_copy_global_to_shared(", f"    {copy}", ")"]
-    size = f"BLOCK_M * BLOCK_N * {sum(WIDTHS[x.dtype] for _, x in frame.copied)}"
-    return fill(COPY, {"bytes": size, "copies": lines}).splitlines()
+        copy = f"{x.tensor}_desc, {place(x)}, k_ready.index(slot), {into}"
+        lines += ["    tma.async_copy_global_to_shared(", f"        {copy}", "    )"]
+    return ["for group in gl.static_range(GROUPS):", *lines] if lines else []
 
 
 def read(frame: Frame) -> Lines:
     """bias_tile = bias[b, h, q_idx, kv_idx] over the tile."""
-    if not frame.copied:
-        return []
-    index = "index(count % BUFFERS * GROUPS + group)"
+    index = "index(count % STAGES * GROUPS + group)"
     loads = [(name, x.dtype, f"{x.tensor}_smem.{index}.load(SCORES)") for name, x in frame.copied]
     tiles = [
         f"{name} = {f'widen({load})' if dtype == 'bfloat16' else load + widened(dtype)}" for name, dtype, load in loads
     ]
-    return fill(READ, {"tiles": tiles}).splitlines()
+    return [*tiles, "fence_async_shared()"] if tiles else []
 
 
 @dataclass(frozen=True)

@@ -99,10 +99,11 @@ def produce(given):
                 k_start = «k_start»
                 if count >= STAGES:
                     barrier("sync", K_FREE + slot, THREADS)
-                mbarrier.expect(k_ready.index(slot), «k_bytes»)
+                mbarrier.expect(k_ready.index(slot), «with_k»)
                 tma.async_copy_global_to_shared(
                     k_desc, «k_at», k_ready.index(slot), k_smem.index(slot)._reinterpret(«k_block»)
                 )
+                «copy_pairs»
             if block == blocks:
                 # While V has no room yet, and not before: a long tile would hold the next one back from who is done
                 next_tile = gl.atomic_add(counter_ptr, 1) + gl.num_programs(0)
@@ -116,7 +117,6 @@ def produce(given):
                 tma.async_copy_global_to_shared(
                     v_desc, «v_at», v_ready.index(slot), v_smem.index(slot)._reinterpret(«v_block»)
                 )
-            «copy_pairs»
         done += blocks
         tile = next_tile
         mbarrier.wait(next_taken.index(turn & 1), ((turn >> 1) & 1) ^ 1)
@@ -157,13 +157,12 @@ def consume(given, group: gl.constexpr):
         k_start = «first_start»
         count = done
         «ahead»
-        «pairs_first»
         copied(k_ready, count, STAGES)
+        «pairs»
         k_tile = k_smem.index(count % STAGES).permute((1, 0))
         score = warpgroup_mma(q_tile, k_tile, «product»is_async=True)
         score = warpgroup_mma_wait(0, (score,))
         barrier("arrive", K_FREE + count % STAGES, THREADS)
-        «pairs»
         «edge_score»
         row_max = «first_max»
         «weights»
@@ -215,8 +214,8 @@ STEP = '''\
 k_start = «k_start»
 count = done + block
 «ahead»
-«pairs_first»
 copied(k_ready, count, STAGES)
+«pairs»
 barrier("sync", MULTIPLY + group, 256)
 k_tile = k_smem.index(count % STAGES).permute((1, 0))
 score = warpgroup_mma(q_tile, k_tile, «product»is_async=True)
@@ -224,7 +223,6 @@ copied(v_ready, count - 1, STAGES)
 acc = warpgroup_mma(p, v_smem.index((count - 1) % STAGES), acc, is_async=True)
 barrier("arrive", MULTIPLY + (group + 1) % GROUPS, 256)
 «scored»
-«pairs»
 «score»
 new_max = gl.maximum(row_max, gl.max(score, axis=1)«to_max»)
 «known»
@@ -272,7 +270,6 @@ def attention(
     for i in gl.static_range(2):
         mbarrier.init(next_ready.index(i), count=1)
         mbarrier.init(next_taken.index(i), count=GROUPS)
-    «pairs_ready»
     for i in gl.static_range(GROUPS):
         mbarrier.init(q_ready.index(i), count=1)
     for i in gl.static_range(STAGES):

@@ -29,8 +29,7 @@ def weighed(frame: Frame, e: Exponent, slope: Slope | None) -> Holes:
     return {
         "to_max": " + shift" if slope else factor,
         "dtype": triton_dtype(frame.region.out_dtype),
-        "pairs": [] if begun else pairs.read(frame),
-        "pairs_first": pairs.read(frame) if begun else [],
+        "pairs": pairs.read(frame),
         "product": f"{begun.tile}, " if begun else "gl.zeros([64, BLOCK_N], gl.float32, SCORES), use_acc=False, ",
         **_exponentials(e, f"score{factor}", slope),
         "scored": (AT_ONCE if once else ONE_BY_ONE).splitlines(),

@@ -61,7 +61,7 @@ def hopper(frame: Frame, saves_lse: bool = False) -> tuple[str, list[str]]:
     wide = ".to(tl.int64)" if frame.element.hoisted or frame.element.tiles else ""
     program = [f"outer = head{wide}", *decoded(frame, pairs.turning(frame))]
     shared: Holes = {"length": length, "program": program, "fixed": fixed_loads(frame), "counted": walk(frame).counted}
-    more = [*pairs.memory(frame), *(["pairs_ready"] if frame.copied else [])]
+    more = pairs.memory(frame)
     descs = [f"{x.tensor}_desc" for _, x in frame.copied]
     produce, produced = _function(frame, PRODUCE, [*PRODUCER, *descs, *more], {**shared, **_copies(frame)})
     consume, consumed = _function(frame, CONSUME, [*CONSUMER, *more], {**shared, **_consumer(frame, saves_lse)})
@@ -83,7 +83,7 @@ def in_gluon(text: str) -> str:
 def header(frame: Frame) -> tuple[str, Lines]:
     """(imports, layouts)."""
     stages, groups, size = frame.plan.stages, frame.plan.consumers, extent(frame.region.dv)
-    kinds = {"K_FREE": stages, "V_FREE": stages, "Q_FREE": groups, "MULTIPLY": groups, "PAIRS_FREE": frame.buffers}
+    kinds = {"K_FREE": stages, "V_FREE": stages, "Q_FREE": groups, "MULTIPLY": groups}
     names = [name for name, count in kinds.items() if count]
     numbers = accumulate([FIRST_BARRIER, *kinds.values()])
     holes: Holes = {
@@ -135,6 +135,7 @@ def _copies(frame: Frame) -> Holes:
         found[f"{name}_at"] = block_at(frame, a.index, row, start)
         found[f"{name}_block"] = _reinterpreted(frame, name)
     found["k_start"], found["v_start"] = (walk(frame).begin(block) for block in ("block", "(block - 1)"))
+    found["with_k"] = f"{found['k_bytes']}{pairs.size(frame)}"
     found["copy_pairs"] = pairs.copies(frame, lambda x: _pair_at(frame, x))
     return found
 
@@ -164,7 +165,7 @@ def _consumer(frame: Frame, saves_lse: bool) -> Holes:
     above, below = keys.full
     return {
         "rows": _rows(frame),
-        **{name: shared[name] for name in ("pairs", "pairs_first", "product", "weights")},
+        **{name: shared[name] for name in ("pairs", "product", "weights")},
         "query": held or ["q_tile = q_smem.index(group)"],
         "query_read": [] if held else ['barrier("arrive", Q_FREE + group, 160)'],
         "pointers": [*element_pointers(frame), *rising(frame, slope)],
@@ -244,7 +245,6 @@ def _attention(frame: Frame, produced: list[str], consumed: list[str]) -> tuple[
         "size": str(size),
         "columns": str(min(size, COLUMNS)),
         "pairs_smem": pairs.allocated(frame),
-        "pairs_ready": pairs.ready(frame),
         "consumers": ", ".join(f"(consume, (consumed, {i}))" for i in range(groups)),
         "warps": str([4] * (groups - 1) + [1]),
         "registers": str([multiplies] * (groups - 1) + [copies]),

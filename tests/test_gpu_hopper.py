@@ -90,7 +90,6 @@ def sink(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 @pytest.fixture(autouse=True)
 def always(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hopper_choice, "AT_MOST", float("inf"))
-    monkeypatch.setattr(hopper_choice, "LEAST_BUFFERS", 1)
     torch._dynamo.reset()
     fusecomp.reset()
 

@@ -16,12 +16,12 @@ from fusecomp.running.hopper import planned as hopper_plan
 
 
 def test_biases_come_in_blocks() -> None:
-    """Two tiles of them in shared memory, or none: then each thread reads its own elements."""
-    for name, buffers in (("bias", 2), ("bias, D128", 2), ("bias, float32", 2), ("bias, element by element", 0)):
-        region = EXPRESSED[name]
-        text = emit(region, specialised(region, tiles(region))).text
-        assert (f"BUFFERS = gl.constexpr({buffers})" in text) == bool(buffers)
-        assert ("gl.load(load0_tile_base" in text.replace("\n", "")) == (not buffers)
+    """One beside each tile of K, by the same barriers, or none: then each thread reads its own elements."""
+    for name in ("bias", "bias, D128", "bias, float32", "bias, element by element"):
+        region, copies = EXPRESSED[name], name != "bias, element by element"
+        text = " ".join(emit(region, specialised(region, tiles(region))).text.split())
+        assert ("BLOCK_M * BLOCK_N * " in text) == ("load0_smem.index(slot * GROUPS + group)" in text) == copies
+        assert ("gl.load( load0_tile_base" in text or "gl.load(load0_tile_base" in text) == (not copies)
     large = half(BIASED, d=256, loads=[((H, M, N), "bfloat16")])
     assert hopper_plan(large, LONG, find("h200")) is None
     part = half(apply("add", SCALED, load(0, h, q_idx, apply("add", kv_idx, Const(3)), dtype="bfloat16")),
@@ -31,13 +31,14 @@ def test_biases_come_in_blocks() -> None:
     assert copied(larger)
 
 
-def test_copies_of_keys_make_room_for_a_wide_bias() -> None:
-    """With two of them, not three, tiles keep 128 keys; at D 128 there are two anyway, and tiles are narrow."""
-    loads = [((H, M, N), "float32")]
-    for d, keys in ((64, 128), (128, 64)):
-        region = half(apply("add", SCALED, load(0, h, q_idx, kv_idx)), d=d, loads=loads)
-        made = specialised(region, tiles(region))
-        assert (made.block_n, made.stages) == (keys, 2)
+def test_biases_make_tiles_smaller() -> None:
+    """Fewer copies of K and V come before fewer keys."""
+    for d, dtype, made in ((64, "bfloat16", (128, 3)), (64, "float32", (128, 2)),
+                           (128, "bfloat16", (64, 3)), (128, "float32", (64, 2))):  # fmt: skip
+        bias = load(0, h, q_idx, kv_idx, dtype=dtype)
+        region = half(apply("add", SCALED, bias), d=d, loads=[((H, M, N), dtype)])
+        tile = specialised(region, tiles(region))
+        assert (tile.block_n, tile.stages) == made
 
 
 def test_one_multiply_add_makes_an_exponential_of_a_bias() -> None:

@@ -37,7 +37,7 @@ sfu_work = pairs * (1 + SFU)  # the exponential
 hbm = HEADS * M * (Q_ROW + O_ROW) + KV_HEADS * REACHED * (K_ROW + V_ROW) + LOAD_UNIQUE
 moved = tiles * BLOCK_N * (K_ROW + V_ROW + LOAD * BLOCK_M)  # from L2 to multiprocessors
 held = WIDTH * (BLOCK_M * (D + Min(D, 128)) + 2 * STAGES * BLOCK_N * D)  # Q, O on its way out, K and V
-smem = held + 2 * LOAD * BLOCK_M * BLOCK_N  # two tiles of what is read for each pair
+smem = held + STAGES * LOAD * BLOCK_M * BLOCK_N  # what is read for each pair, beside each tile of K
 registers = 8 * floor((REGS_PER_SM / WARP / 4 - 24) / GROUPS / 8)  # one that copies keeps 24
 
 # Seconds
