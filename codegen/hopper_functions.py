@@ -86,3 +86,22 @@ def apart(score):
     carry what either tests as bits."""
     return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=f,f", [score], dtype=gl.float32, is_pure=True, pack=1)
 '''
+
+PACKED = '''
+@gluon.jit
+def packed(weights):
+    """P rounded, two in a word."""
+    even, odd = weights.reshape([64, BLOCK_N // 2, 2]).split()
+    return gl.inline_asm_elementwise(
+        "cvt.rn.«kind»x2.f32 $0, $2, $1;", "=r,f,f", [even, odd], dtype=gl.int32, is_pure=True, pack=1
+    )
+
+
+@gluon.jit
+def unpacked(words):
+    """P as the tensor cores take it."""
+    even, odd = gl.inline_asm_elementwise(
+        "mov.b32 {$0, $1}, $2;", "=h,=h,r", [words], dtype=(«dtype», «dtype»), is_pure=True, pack=1
+    )
+    return gl.convert_layout(gl.join(even, odd).reshape([64, BLOCK_N]), P_TILE)
+'''

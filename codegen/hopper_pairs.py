@@ -1,5 +1,5 @@
-"""What the score or the mask reads for each pair, in the forward kernel for Hopper: copied in blocks through shared
-memory by the warp that copies K and V. (frame) -> lines; nothing where nothing is so read."""
+"""What the score or the mask reads for each pair, in the forward kernel for Hopper: blocks of it come through shared
+memory beside each tile of K, by the same barriers. (frame) -> lines; nothing where nothing is so read."""
 
 from __future__ import annotations
 

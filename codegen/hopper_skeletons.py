@@ -167,7 +167,7 @@ def consume(given, group: gl.constexpr):
         row_max = «first_max»
         «weights»
         row_sum = sums(weights)
-        p = gl.convert_layout(weights.to(«dtype»), P_TILE)
+        «rounded»
         acc = gl.zeros([64, «size»], gl.float32, OUTPUT)
 
         «above_loop»
@@ -178,6 +178,7 @@ def consume(given, group: gl.constexpr):
         «query_read»
         done += blocks
         copied(v_ready, done - 1, STAGES)
+        «whole»
         acc = warpgroup_mma(p, v_smem.index((done - 1) % STAGES), acc, is_async=True)
         acc, p = warpgroup_mma_wait(0, (acc, p))
         barrier("arrive", V_FREE + (done - 1) % STAGES, THREADS)
@@ -220,6 +221,7 @@ barrier("sync", MULTIPLY + group, 256)
 k_tile = k_smem.index(count % STAGES).permute((1, 0))
 score = warpgroup_mma(q_tile, k_tile, «product»is_async=True)
 copied(v_ready, count - 1, STAGES)
+«whole»
 acc = warpgroup_mma(p, v_smem.index((count - 1) % STAGES), acc, is_async=True)
 barrier("arrive", MULTIPLY + (group + 1) % GROUPS, 256)
 «scored»
@@ -232,7 +234,7 @@ row_max = new_max
 row_sum = row_sum * gl.convert_layout(rescale, gl.SliceLayout(1, row_sum.type.layout))[:, None] + sums(weights)
 «multiplied»
 acc = acc * gl.convert_layout(rescale, gl.SliceLayout(1, OUTPUT))[:, None]
-p = gl.convert_layout(weights.to(«dtype»), P_TILE)
+«rounded»
 '''
 
 ONE_BY_ONE = '''\

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from fusecomp.codegen import hopper_pairs as pairs
 from fusecomp.codegen.base2 import Exponent
 from fusecomp.codegen.frame import Frame
-from fusecomp.codegen.hopper import at_once
+from fusecomp.codegen.hopper import at_once, in_words
 from fusecomp.codegen.hopper_skeletons import AT_ONCE, LATER, ONE_BY_ONE
 from fusecomp.codegen.memory import element_loads
 from fusecomp.codegen.printer import triton_dtype, triton_text
@@ -25,11 +25,13 @@ Holes = dict[str, str | Lines]
 def weighed(frame: Frame, e: Exponent, slope: Slope | None) -> Holes:
     """P of a tile, and what else every step has."""
     factor = f" * {frame.factor(e)}" if e.scale != 1.0 else ""
-    once, begun = at_once(frame.plan), pairs.start(frame)
+    once, begun, dtype = at_once(frame.plan), pairs.start(frame), triton_dtype(frame.region.out_dtype)
+    words = in_words(frame.region)
     return {
         "to_max": " + shift" if slope else factor,
-        "dtype": triton_dtype(frame.region.out_dtype),
         "pairs": pairs.read(frame),
+        "rounded": "words = packed(weights)" if words else f"p = gl.convert_layout(weights.to({dtype}), P_TILE)",
+        "whole": ["p = unpacked(words)"] if words else [],
         "product": f"{begun.tile}, " if begun else "gl.zeros([64, BLOCK_N], gl.float32, SCORES), use_acc=False, ",
         **_exponentials(e, f"score{factor}", slope),
         "scored": (AT_ONCE if once else ONE_BY_ONE).splitlines(),

@@ -13,7 +13,7 @@ from fusecomp.codegen.copied import COLUMNS
 from fusecomp.codegen.frame import Frame
 from fusecomp.codegen.function import quoted
 from fusecomp.codegen.hopper import GROUP_ROWS, REGISTERS, blocks, expresses, holds_q
-from fusecomp.codegen.hopper_functions import APART, BARRIERS, BASE_2, IMPORTS, KNOWN, TANH, WIDEN
+from fusecomp.codegen.hopper_functions import APART, BARRIERS, BASE_2, IMPORTS, KNOWN, PACKED, TANH, WIDEN
 from fusecomp.codegen.hopper_keys import walk
 from fusecomp.codegen.hopper_launch import LAUNCH_HELPERS, launch
 from fusecomp.codegen.hopper_skeletons import (
@@ -69,6 +69,7 @@ def hopper(frame: Frame, saves_lse: bool = False) -> tuple[str, list[str]]:
     attention, params = _attention(frame, produced, consumed)
     called = names_read(consume)
     functions = {"known": KNOWN, "tanh": TANH, "base_2": BASE_2, "widen": WIDEN, "apart": APART}
+    functions["packed"] = _packed(frame)
     helpers = [BARRIERS, places, *(text for name, text in functions.items() if name in called)]
     texts = [*helpers, produce, consume, attention, LAUNCH_HELPERS]
     tables = range_kernels(frame.region, frame.plan) if frame.tabled else []
@@ -78,6 +79,11 @@ def hopper(frame: Frame, saves_lse: bool = False) -> tuple[str, list[str]]:
 def in_gluon(text: str) -> str:
     """Gluon's functions for Triton's; what it takes the larger of, an edge, is never NaN."""
     return re.sub(r"\btl\.", "gl.", text.replace(", propagate_nan=tl.PropagateNan.ALL", ""))
+
+
+def _packed(frame: Frame) -> str:
+    kind = {"bfloat16": "bf16", "float16": "f16"}[frame.region.out_dtype]
+    return fill(PACKED, {"kind": kind, "dtype": triton_dtype(frame.region.out_dtype)})
 
 
 def header(frame: Frame) -> tuple[str, Lines]:
@@ -165,7 +171,7 @@ def _consumer(frame: Frame, saves_lse: bool) -> Holes:
     above, below = keys.full
     return {
         "rows": _rows(frame),
-        **{name: shared[name] for name in ("pairs", "product", "weights")},
+        **{name: shared[name] for name in ("pairs", "product", "weights", "rounded", "whole")},
         "query": held or ["q_tile = q_smem.index(group)"],
         "query_read": [] if held else ['barrier("arrive", Q_FREE + group, 160)'],
         "pointers": [*element_pointers(frame), *rising(frame, slope)],
@@ -179,7 +185,7 @@ def _consumer(frame: Frame, saves_lse: bool) -> Holes:
         "edge_score": edge["score"],
         "full_step": full_step.splitlines(),
         "first_max": f"gl.maximum(gl.max(score, axis=1){shared['to_max']}, {_least(frame)})",
-        "dtype": shared["dtype"],
+        "dtype": triton_dtype(frame.region.out_dtype),
         "size": str(size),
         "finish": _finish(frame, saves_lse),
         "store": _store(frame),

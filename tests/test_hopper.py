@@ -158,6 +158,16 @@ def test_three_groups_wait_for_both_products_at_once() -> None:
         assert ("known(new_max)" in loop) == (name == "full")
 
 
+def test_large_heads_carry_two_weights_in_a_register() -> None:
+    for dtype, kind in (("bfloat16", "bf16x2"), ("float16", "f16x2")):
+        region = half(SCALED, causal, d=256, dtype=dtype)
+        text = emit(region, specialised(region, tiles(region))).text
+        assert "p = unpacked(words)" in text
+        assert f"cvt.rn.{kind}.f32" in text
+    for region in (half(SCALED, d=256), half(SCALED, causal, d=128)):
+        assert "packed(" not in emit(region, specialised(region, tiles(region))).text
+
+
 def test_what_rises_along_the_keys_is_a_row_and_a_shift() -> None:
     region = EXPRESSED["alibi"]
     text = emit(region, specialised(region, tiles(region))).text
