@@ -53,7 +53,7 @@ def measure(module: GraphModule) -> Iterator[Written]:
     for node in nodes if any(op_name(n) in ANCHORS for n in nodes) else ():
         if op_name(node) == "cosine_similarity":
             how = {"dim": argument(node, 2, "dim", 1), "eps": argument(node, 3, "eps", 1e-8)}
-            yield write(node, inline(node, partial(cosine, **how), node.args[:2]))
+            yield write(node, inline(node, partial(cosine, to=value(node).dtype, **how), node.args[:2]))
         elif (found := squared(node)) is not None and exact(node) and linear(node):
             x, y = found.x, found.y
             if movable(module, found.made, [x, y], node):
@@ -65,10 +65,10 @@ def measure(module: GraphModule) -> Iterator[Written]:
 # What they are
 
 
-def cosine(x: Tensor, y: Tensor, dim: int, eps: float) -> Tensor:
+def cosine(x: Tensor, y: Tensor, dim: int, eps: float, to: torch.dtype) -> Tensor:
     """sum_d (x / |x|) (y / |y|), both norms at least eps; gradients do not stop there."""
     sides = []
-    for side in (x, y):
+    for side in (x.to(to), y.to(to)):
         norm = torch.linalg.vector_norm(side, dim=dim, keepdim=True)
         sides.append(side / (norm + (norm.clamp_min(eps) - norm).detach()))
     return (sides[0] * sides[1]).sum(dim)

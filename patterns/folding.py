@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 
 from fusecomp.graph.capture import inline
-from fusecomp.graph.facts import op_name
+from fusecomp.graph.facts import op_name, value
 from fusecomp.graph.rewriting import Written, movable, write
 from fusecomp.ir.algebra import ONE
 from fusecomp.ir.expr import Const
@@ -44,7 +44,7 @@ def count(module: GraphModule) -> Iterator[Written]:
             more = set(side.out_axes) - set(side.left_axes)
             plain = "." not in side.left_axes and all(side.size(a) == ONE for a in more)
             if plain and ones(side.right) and movable(module, [side.right], [side.right], node):
-                yield write(node, inline(node, counted(side), [side.left]))
+                yield write(node, inline(node, counted(side, value(node).dtype), [side.left]))
                 break
 
 
@@ -58,12 +58,12 @@ def ones(node: Node) -> bool:
 STRETCHED = ("expand", "unsqueeze", "view", "reshape", "to", "_to_copy", "type_as", "t", "transpose")
 
 
-def counted(spec: Contraction) -> Callable[[Tensor], Tensor]:
+def counted(spec: Contraction, to: torch.dtype) -> Callable[[Tensor], Tensor]:
     """left -> its sum, with an axis of length 1 for each that the ones alone had."""
     kept = [a for a in spec.left_axes if a not in spec.contracted]
 
     def total(left: Tensor) -> Tensor:
-        x = left.sum([spec.left_axes.index(a) for a in spec.contracted])
+        x = left.sum([spec.left_axes.index(a) for a in spec.contracted]).to(to)
         x = x.permute([kept.index(a) for a in spec.out_axes if a in kept])
         for n, a in enumerate(spec.out_axes):
             x = x if a in kept else x.unsqueeze(n)

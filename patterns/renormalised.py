@@ -179,7 +179,8 @@ def divided(found: Renormalised, inputs: list[Node]) -> Callable[..., Tensor]:
     def product(*tensors: Tensor) -> Tensor:
         known = dict(zip(inputs, tensors, strict=True))
         if (e := found.exponential) is not None:
-            known[e] = torch.softmax(known[e.args[0]], spec.left_axes.index(key))  # type: ignore[index]
+            exponents = known[e.args[0]].to(e.meta["val"].dtype)  # type: ignore[index]
+            known[e] = torch.softmax(exponents, spec.left_axes.index(key))
             known[found.weights] = torch.mul(*(known[x] for x in found.weights.args))  # type: ignore[index]
         values, place = without_ones(known[spec.right], spec.right_axes), axes.index(column)
         values = torch.cat([values, torch.ones_like(values.narrow(place, 0, 1))], place)

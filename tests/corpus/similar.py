@@ -48,6 +48,20 @@ def cosine_of_heads_last(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return torch.einsum("bijh,bjhd->bihd", (s / 0.2).softmax(2), v)
 
 
+@CASES.either(grad=(), note="autocast takes similarities in float32")
+def cosine_under_autocast(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    with torch.autocast(q.device.type, torch.bfloat16):
+        q, k = (torch.einsum("bhnd,de->bhne", x, x.new_ones(8, 8).tril()) for x in (q, k))
+        return ((F.cosine_similarity(*pairs(q, k), dim=-1) * 10).softmax(-1) @ v).to(v.dtype)
+
+
+@CASES.either(grad=())
+def squared_under_autocast(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    with torch.autocast(q.device.type, torch.bfloat16):
+        q, k = (torch.einsum("bhnd,de->bhne", x, x.new_ones(8, 8).tril()) for x in (q, k))
+        return ((square_of_distance(q, k) * -0.1).softmax(-1) @ v).to(v.dtype)
+
+
 # ----------------------------------------------------------------------------------------------------------------
 # Distances
 

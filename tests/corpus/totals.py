@@ -54,6 +54,13 @@ def exponentials_times_a_prior(q: Tensor, k: Tensor, v: Tensor, prior: Tensor) -
     return (w / w.sum(-1, keepdim=True)) @ v
 
 
+@CASES.either(lambda d: [*square(d), d(3, d.n(21), d.n(21)).abs()], grad=())
+def prior_under_autocast(q: Tensor, k: Tensor, v: Tensor, prior: Tensor) -> Tensor:
+    with torch.autocast(q.device.type, torch.bfloat16):
+        w = scores(q, k).exp() * prior
+        return ((w / w.sum(-1, keepdim=True)) @ v).to(v.dtype)
+
+
 @CASES.fuse(lambda d: [*square(d), d(2, 1, d.n(21), d.n(21)) > -0.5], note="an adjacency that is passed as numbers")
 def edges_of_a_graph(q: Tensor, k: Tensor, v: Tensor, edges: Tensor) -> Tensor:
     w = edges.to(q.dtype).relu() * scores(q, k).exp()
@@ -76,6 +83,13 @@ def sum_by_ones(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 def sum_by_a_vector_of_ones(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     e = scores(q, k).exp()
     return (e @ v) / torch.einsum("bhij,j->bhi", e, k.new_ones(k.shape[-2])).unsqueeze(-1)
+
+
+@CASES.either(grad=())
+def sum_by_ones_under_autocast(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    with torch.autocast(q.device.type, torch.bfloat16):
+        e = scores(q, k).exp()
+        return ((e @ v) / (e @ torch.ones_like(v[0, 0, :, :1]))).to(v.dtype)
 
 
 @CASES.fuse()
