@@ -201,6 +201,23 @@ def test_every_kernel_compiles() -> None:
         assert info.spills is None or info.spills <= 256  # mostly where a mask shows no runs
 
 
+def test_programs_have_the_registers_that_their_usual_loops_need() -> None:
+    """The loop that reads the mask would take more, and leave room for one program less."""
+    region, device = EXPRESSED["documents"], find("h200")
+    made = plan(region, LONG, device)
+    assert (made.visits, made.consumers) == ("ranges", 0)
+    assert 0 < made.registers < device.registers_per_thread
+    source = emit(region, made)
+    assert f"maxnreg={made.registers}" in source.text
+    info = cross_compile(source, 90)
+    assert info.registers is None or info.registers <= made.registers
+    assert info.spills in (0, None)
+    programs = device.registers_per_sm // (made.registers * 32 * made.warps)
+    assert programs * (info.shared + 1024) <= device.smem_per_sm
+    assert plan(region, LONG, find("a100")).registers == 0
+    assert specialised(region, made).registers == 0
+
+
 def either(a: Expr, b: Expr) -> Expr:
     return apply("and", causal, apply("or", a, b))
 
