@@ -193,9 +193,9 @@ def test_every_kernel_compiles() -> None:
     region = EXPRESSED["documents"]
     own = specialised(region, planned(region))
     forward, backward = emit(region, own), emit_backward(region, gradients(region, own))
-    assert (cross_compile(forward, 90, "key_ranges").spills or 0) <= 16
+    assert cross_compile(forward, 90, "key_ranges").spills in (0, None)
     for kernel in ("key_ranges", "query_ranges"):
-        assert (cross_compile(backward, 90, kernel).spills or 0) <= 16
+        assert cross_compile(backward, 90, kernel).spills in (0, None)
     for kernel in ("query_gradient", "key_gradients"):
         info = cross_compile(backward, 90, kernel)
         assert info.spills is None or info.spills <= 256  # mostly where a mask shows no runs

@@ -212,12 +212,12 @@ def key_ranges(
 
     # Of the tiles that are cut, pair by pair: the first and the last that each sees, and how many
     place = tl.cast(own, tl.int32)[:, None]
-    first_seen = tl.full([BLOCK_M, 128], N, tl.int32)
-    last_seen = tl.full([BLOCK_M, 128], -1, tl.int32)
-    number = tl.full([BLOCK_M, 128], 0, tl.int32)
+    first_seen = tl.full([BLOCK_M, 32], N, tl.int32)
+    last_seen = tl.full([BLOCK_M, 32], -1, tl.int32)
+    number = tl.full([BLOCK_M, 32], 0, tl.int32)
     stop = tl.minimum(end * BLOCK_N, N) - length * BLOCK_N
-    for edge in range(begin * BLOCK_N, stop, 128):
-        cut = edge + tl.arange(0, 128)
+    for edge in range(begin * BLOCK_N, stop, 32):
+        cut = edge + tl.arange(0, 32)
         at = tl.where(cut < (full_end - length) * BLOCK_N, cut, cut + length * BLOCK_N)
         pair = tl.cast(tl.minimum(at, N - 1), tl.int64)
         load0_0_pair = tl.load(load0_ptr + b * load0_stride_0 + pair * load0_stride_1)
@@ -245,7 +245,7 @@ def list_visits(tensors, sizes):
     rows = B * -(-M // 64)
     tiles = torch.empty([rows, 133], dtype=torch.int32, device=tensors[0].device)
     key_ranges[(rows,)](
-        tiles, load0, *load0.stride(), M, N, BLOCK_M=64, BLOCK_N=64, TILES=64, num_warps=16,
+        tiles, load0, *load0.stride(), M, N, BLOCK_M=64, BLOCK_N=64, TILES=64, num_warps=8,
     )
     return tiles
 
