@@ -62,7 +62,7 @@ from fusecomp.ir.region import AttentionRegion
 from fusecomp.planning.backward import BackwardPlan
 from fusecomp.planning.tile import TilePlan
 
-VERSION = 10
+VERSION = 11
 """Part of every key: raise it when the same region and plan give another kernel."""
 
 OWN = frozenset({

@@ -78,6 +78,8 @@ def _derivative(e: Expr, x: Score | Load, walk: Callable[[Expr], Expr]) -> Expr:
             return walk(y)
         case Apply("where", (c, y, z)):
             return apply("where", c, walk(y), walk(z))
+        case Apply("div", (y, z)) if ZERO not in (walk(y), walk(z)):  # both parts may cancel, before they are divided
+            return _over(apply("sub", walk(y), _product(e, walk(z))), z)
         case Apply(op, args) if op in RULES:
             total: Expr = ZERO
             for partial, y in zip(RULES[op](e, *args), args, strict=True):

@@ -44,8 +44,9 @@ from fusecomp.codegen.emit import emit
 from fusecomp.errors import KernelError
 from fusecomp.ir.algebra import apply
 from fusecomp.ir.expr import Const, Expr
-from fusecomp.ir.reference import bind, masked_logits, product_scores
+from fusecomp.ir.reference import bind, evaluate_expr, masked_logits, product_scores
 from fusecomp.ir.region import Access, AttentionRegion
+from fusecomp.patterns.spellings import POINTWISE
 from fusecomp.planning.backward import backward_plan
 from fusecomp.planning.device import find
 
@@ -187,9 +188,18 @@ def test_derivative_of_two_arguments(op: str) -> None:
         assert_derivative(apply(op, a, c), x, env)
 
 
-def assert_derivative(e: Expr, x: Tensor, env: object) -> None:
-    from fusecomp.ir.reference import evaluate_expr
+def test_a_quotient_of_what_vanishes() -> None:
+    """sinc near 0: the parts of its derivative are 1 / x large and cancel, so that they are divided by x as one."""
+    e = POINTWISE["sinc"](score)
+    assert e is not None
+    x = torch.linspace(-2.0, 2.0, 9, dtype=torch.float64)
+    env = replace(bind(REGIONS["plain"], qkv(16), SIZES), scores=(x.requires_grad_(),))
+    (expected,) = torch.autograd.grad(torch.sinc(x).sum(), x)
+    torch.testing.assert_close(evaluate_expr(d_score(e), env), expected)
+    assert str(d_score(e)).count(" / ") == 2
 
+
+def assert_derivative(e: Expr, x: Tensor, env: object) -> None:
     (expected,) = torch.autograd.grad(evaluate_expr(e, env).sum(), x)  # type: ignore[arg-type]
     found = evaluate_expr(d_score(e), env)  # type: ignore[arg-type]
     torch.testing.assert_close(found.expand(x.shape), expected)
