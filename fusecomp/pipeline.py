@@ -14,7 +14,6 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -140,11 +139,14 @@ def judged(
     """What runs it, with its verdict: the portable kernel where one for a single kind of device fails."""
     if lowered.portable:
         return lowered, checked(match, lowered, sizes, options)
-    with suppress(Exception):
+    try:
         verdict = checked(match, lowered, sizes, options)
         if verdict is None or verdict.passed:
             return lowered, verdict
-    log.debug("the portable kernel takes over at %s", match.region.origin)
+        why = f"the kernel for this device {verdict}"
+    except Exception as error:  # noqa: BLE001 - of any kind: the portable kernel is there
+        why = f"{type(error).__name__}: {error}"
+    log.warning("fusecomp: attention at %s runs the portable kernel, which is slower: %s", match.region.origin, why)
     lowered = lower(match, sizes, match.device, options, portable=True)
     return lowered, checked(match, lowered, sizes, options)
 
