@@ -46,7 +46,7 @@ def compiled(given: list[Any], args: tuple[Any, ...], ways: list[Any] | None) ->
     launcher = object.__new__(driver.CudaLauncher)
     sizes = {f"{name}_scratch_{what}": n for name in ("global", "profile") for what, n in (("size", 0), ("align", 1))}
     vars(launcher).update(
-        sizes, num_ctas=1, launch_cooperative_grid=False, launch_pdl=True, arg_annotations=MARKS[0],
+        sizes, num_ctas=1, launch_cooperative_grid=False, launch_pdl=True, gsan_enabled=False, arg_annotations=MARKS[0],
         kernel_signature=b"s",
         launch=driver.wrap_handle_tensordesc(lambda *all: given.append(all), signature, ways),
     )  # fmt: skip
@@ -115,6 +115,14 @@ def test_a_launcher_that_is_not_known() -> None:
     other = SimpleNamespace(run=print, function=71, packed_metadata=(4, 1), metadata=SimpleNamespace())
     assert opened(other, (descriptor(x), 3)) is None
     assert opened(other, (x, 3)) == (print, (71, (4, 1), None, None, None), (x, 3))
+
+
+def test_what_another_triton_does_otherwise_is_left_to_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    (x,) = draw(1)
+    args = (descriptor(x), 3)
+    kernel = compiled([], args, [WAY])
+    monkeypatch.delattr(driver, "make_tensordesc_arg")
+    assert opened(kernel, args) is None
 
 
 def test_no_tensor_is_kept() -> None:

@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -139,6 +140,7 @@ print("agrees")
 
 
 def test_values_and_gradients_in_the_interpreter() -> None:
-    env = {**os.environ, "TRITON_INTERPRET": "1"}
+    paths = [str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])]
+    env = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(paths)}
     done = subprocess.run([sys.executable, "-c", END_TO_END], env=env, capture_output=True, text=True, check=False)
     assert "agrees" in done.stdout, done.stderr[-3000:]

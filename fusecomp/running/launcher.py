@@ -37,13 +37,22 @@ class Opened(NamedTuple):
 
 
 def opened(compiled: Any, args: Sequence[Any]) -> Opened | None:
-    """A launch of a compiled kernel; None where its launcher is another one, and takes descriptors."""
+    """A launch of a compiled kernel; None where its launcher is another one, and takes descriptors.
+
+    All of it is private to Triton: whatever another version does otherwise, the kernel is launched as Triton does."""
+    try:
+        return _opened(compiled, args)
+    except Exception:  # noqa: BLE001 - of any kind: the kernel is there
+        return None
+
+
+def _opened(compiled: Any, args: Sequence[Any]) -> Opened | None:
     launcher, kernel = compiled.run, (compiled.function, compiled.packed_metadata, None, None, None)
     described = any(map(describes, args))
     if type(launcher).__module__ != KNOWN:
         return None if described else Opened(launcher, kernel, tuple(args))
     inside = inspect.getclosurevars(launcher.launch).nonlocals if described else {"launcher": launcher.launch}
-    spread = expanded(args, inside.get("tensordesc_meta", ()), sys.modules[KNOWN])
+    spread = expanded(args, inside.get("tensordesc_meta") or (), maker(sys.modules[KNOWN]))
     if spread is None or (c := inside.get("launcher")) is None:
         return None
     given = handed(launcher, kernel, spread)
@@ -74,13 +83,21 @@ def handed(launcher: Any, kernel: Sequence[Any], args: Sequence[Any]) -> tuple[A
     return found[0]
 
 
-def expanded(args: Sequence[Any], ways: Sequence[Any], driver: Any) -> tuple[Any, ...] | None:
+def maker(driver: Any) -> Callable[[Any, Any], Sequence[Any]]:
+    """What a descriptor becomes, encoded in a way. From Triton 3.8 on it is told of the launch too."""
+    make = driver.make_tensordesc_arg
+    unread = (None,) * (len(inspect.signature(make).parameters) - 2)
+    return lambda descriptor, way: make(descriptor, way, *unread)
+
+
+def expanded(
+    args: Sequence[Any], ways: Sequence[Any], make: Callable[[Any, Any], Sequence[Any]]
+) -> tuple[Any, ...] | None:
     """The arguments, each descriptor by what it becomes; None where one becomes no tensor map."""
     found, left = list[Any](), iter(ways)
     for x in args:
         way = next(left, None) if describes(x) else None
         if way is not None:
-            make = driver.make_tensordesc_arg
             found += [TensorMap(x.base, encoder(x, way, make)), *make(x, way)[1:]]
         elif describes(x):
             return None
@@ -89,7 +106,7 @@ def expanded(args: Sequence[Any], ways: Sequence[Any], driver: Any) -> tuple[Any
     return tuple(found)
 
 
-def encoder(descriptor: Any, way: Any, make: Callable[[Any, Any], list[Any]]) -> Callable[[Tensor], Any]:
+def encoder(descriptor: Any, way: Any, make: Callable[[Any, Any], Sequence[Any]]) -> Callable[[Tensor], Any]:
     """tensor -> its tensor map, as `descriptor` has it of another one. No tensor is kept."""
     cls, fields = type(descriptor), {**vars(descriptor), "base": None}
 
