@@ -91,8 +91,23 @@ def test_what_the_graph_indexes_by_integers_is_watched() -> None:
     drawn = drawn_inside(match, {**SIZES, "N": 13}, torch.device("cpu"))
     (parents,) = [x for x in drawn if x.dtype == torch.int64]
     assert inside(match, drawn)
-    parents[1, 3] = 13
-    assert not inside(match, drawn)
+    for outside in (13, -1):
+        parents[1, 3] = outside
+        assert not inside(match, drawn)
+
+
+def test_brackets_count_from_the_end() -> None:
+    def fn(q: Tensor, k: Tensor, v: Tensor, at: Tensor) -> Tensor:
+        seen = torch.eye(13, dtype=torch.bool)[at - 1]
+        return scores(q, k).masked_fill(~seen, -1e9).softmax(-1) @ v
+
+    (match,) = candidates(fn, *draw(lambda d: [d(2, 3, 13, 16)] * 3), torch.arange(13))
+    assert isinstance(match, Match)
+    drawn = drawn_inside(match, {**SIZES, "N": 13}, torch.device("cpu"))
+    (at,) = [x for x in drawn if x.dtype == torch.int64]
+    for value, expected in ((-12, True), (-13, False)):
+        at[0] = value
+        assert inside(match, drawn) == expected
 
 
 def test_lengths_that_are_kept_above_a_number_are_positive() -> None:

@@ -56,6 +56,11 @@ def innermost(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Tensor:
     return biased(q, k, v, bias.permute(2, 0, 1))
 
 
+def of_the_longest(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Tensor:
+    """The first rows and columns of a table that is larger."""
+    return biased(q, k, v, bias[: q.shape[-2], : k.shape[-2]].permute(2, 0, 1))
+
+
 def of_keys(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Tensor:
     return biased(q, k, v, bias.mT[:, None])
 
@@ -108,8 +113,9 @@ def test_no_copy_is_shared_across_a_write() -> None:
         (innermost, 1, (1, 21, 3), (63, 3, 1)),
         (of_keys, 21, (21, 3), (3, 1)),
         (expanded, 21, (21, 21), None),
+        (of_the_longest, 21, (64, 64, 3), None),
     ],
-    ids=["keys innermost", "one query", "of keys alone", "expanded heads"],
+    ids=["keys innermost", "one query", "of keys alone", "expanded heads", "a larger table"],
 )
 def test_these_stay(fn: Program, m: int, shape: tuple[int, ...], strides: tuple[int, ...] | None) -> None:
     found, copies = made(fn, m, *shape)

@@ -21,7 +21,9 @@ from fusecomp.ir.expr import Load, Var, parts
 from fusecomp.ir.region import AttentionRegion
 from fusecomp.patterns.build import Match
 from fusecomp.planning.backward import pairs
+from fusecomp.planning.facts import Lengths, lengths
 from fusecomp.running.inputs import Example, example_of
+from fusecomp.running.subgraph import seen
 
 Order = tuple[int, ...]
 """The axes of a tensor, outermost first."""
@@ -39,21 +41,23 @@ def examples(match: Match) -> list[Example]:
 
 def orders(match: Match) -> list[Order | None]:
     """The order that each operand is copied into; None of those that lie well."""
+    at = lengths(match.region, {name: seen(source) for name, source in match.sizes.items()})
     operands = zip(match.region.operands, match.inputs, strict=True)
-    return [order(match.region, o.name, example_of(n.meta["val"])) for o, n in operands]
+    return [order(match.region, o.name, example_of(n.meta["val"]), at) for o, n in operands]
 
 
-def order(region: AttentionRegion, operand: str, example: Example) -> Order | None:
-    """Queries and keys innermost, where keys do not lie beside each other and there are several queries."""
+def order(region: AttentionRegion, operand: str, example: Example, at: Lengths) -> Order | None:
+    """Queries and keys innermost, where keys do not lie beside each other, queries are several, and the tensor has room
+    for no others: a table for the longest sequence would be copied whole at every call."""
     shape, strides, _ = example
     read = [x for e in (region.score, *region.keep) for x in parts(e) if isinstance(x, Load) and x.tensor == operand]
     found = {(place(x, region.q_idx), place(x, region.kv_idx)) for x in read if pairs(x, region)}
-    if len(found) != 1 or None in (at := found.pop()) or 0 in strides:
+    if len(found) != 1 or None in (axes := found.pop()) or 0 in strides:
         return None
-    q, kv = at
+    q, kv = axes
     assert q is not None
     assert kv is not None
-    if strides[kv] == 1 or min(shape[q], shape[kv]) == 1:
+    if strides[kv] == 1 or min(at.m, at.n) == 1 or (shape[q], shape[kv]) != (at.m, at.n):
         return None
     rest = sorted(set(range(len(shape))) - {q, kv}, key=lambda i: -strides[i])
     return (*rest, q, kv)

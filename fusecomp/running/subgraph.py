@@ -86,14 +86,15 @@ def inside(match: Match, inputs: Sequence[Tensor]) -> bool:
         for index, x, dim in indices(node):
             if whole(run, index):
                 at, length = run.value(index), concrete(x.meta["val"].shape[dim])
-                if at.numel() and (int(at.min()) < -length or int(at.max()) >= length):
+                least = -length if bare(node) in FROM_THE_END else 0
+                if at.numel() and (int(at.min()) < least or int(at.max()) >= length):
                     return False
     return True
 
 
 def indices(node: Node) -> Iterator[tuple[Node, Node, int]]:
     """(positions, tensor, axis) of what a node reads or writes at positions."""
-    name = op_name(node).removesuffix("_").removeprefix("_unsafe_")
+    name = bare(node)
     if name in ("index", "index_put"):
         given = list(enumerate(node.args[1]))  # type: ignore[arg-type]
         if not any(i is not None and i.meta["val"].dtype == torch.bool for _, i in given):
@@ -106,6 +107,13 @@ def indices(node: Node) -> Iterator[tuple[Node, Node, int]]:
         yield node.args[1], node.args[0], 0  # type: ignore[misc]
 
 
+def bare(node: Node) -> str:
+    """The operator, in place or not."""
+    return op_name(node).removesuffix("_").removeprefix("_unsafe_")
+
+
+FROM_THE_END = {"index", "index_put", "index_fill"}
+"""What counts negative positions from the end; to all others they are outside."""
 BY_AXIS = {"gather", "index_select", "index_add", "index_copy", "index_fill", "scatter", "scatter_add"}
 
 
