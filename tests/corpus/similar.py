@@ -48,6 +48,18 @@ def cosine_of_heads_last(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return torch.einsum("bijh,bjhd->bihd", (s / 0.2).softmax(2), v)
 
 
+@CASES.fuse(lambda d: [d(13, 16), d(21, 16), d(21, 8)])
+def cosine_along_the_axis_that_is_default(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Counted in what both become: k.T has fewer axes."""
+    return (F.cosine_similarity(q.unsqueeze(-1), k.T) * 5).softmax(-1) @ v
+
+
+@CASES.fuse(lambda d: [d(13, 64).clamp(-3, 3) * 2e4, d(21, 64), d(21, 8)], grad=())
+def cosine_of_lengths_that_overflow(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """In float16 such a similarity is 0."""
+    return (F.cosine_similarity(q[:, None], k[None], -1) * 5).softmax(-1) @ v
+
+
 @CASES.either(grad=(), note="autocast takes similarities in float32")
 def cosine_under_autocast(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     with torch.autocast(q.device.type, torch.bfloat16):
@@ -55,61 +67,39 @@ def cosine_under_autocast(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return ((F.cosine_similarity(*pairs(q, k), dim=-1) * 10).softmax(-1) @ v).to(v.dtype)
 
 
-@CASES.either(grad=())
-def squared_under_autocast(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    with torch.autocast(q.device.type, torch.bfloat16):
-        q, k = (torch.einsum("bhnd,de->bhne", x, x.new_ones(8, 8).tril()) for x in (q, k))
-        return ((square_of_distance(q, k) * -0.1).softmax(-1) @ v).to(v.dtype)
-
-
 # ----------------------------------------------------------------------------------------------------------------
 # Distances
 
 
-@CASES.fuse()
-def squared(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    return torch.softmax(-square_of_distance(q, k) / 8**0.5, -1) @ v
-
-
-@CASES.fuse()
-def kernel_regression(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    q, k = pairs(q, k)
-    w = torch.exp(-((q - k) ** 2).sum(-1) / 2)
-    return (w @ v) / w.sum(-1, keepdim=True)
+def cdist_by_product(q: Tensor, k: Tensor) -> Tensor:
+    return torch.cdist(q, k, compute_mode="use_mm_for_euclid_dist")
 
 
 @CASES.fuse(lambda d: [*qkv(d), d.keep()], dtypes=FULL)
 def cdist(q: Tensor, k: Tensor, v: Tensor, keep: Tensor) -> Tensor:
-    return torch.softmax((-0.5 * torch.cdist(q, k) ** 2).masked_fill(~keep, -INF), -1) @ v
+    return torch.softmax((-0.5 * cdist_by_product(q, k) ** 2).masked_fill(~keep, -INF), -1) @ v
 
 
 @CASES.fuse(lambda d: [d(2, d.n(21), 8)], grad=(0,), dtypes=FULL)
 def cdist_of_one_with_itself(x: Tensor) -> Tensor:
-    return torch.softmax(-torch.cdist(x, x) ** 2, -1) @ x
+    return torch.softmax(-(cdist_by_product(x, x) ** 2), -1) @ x
 
 
 @CASES.fuse(lambda d: [*qkv(d), d(1)], grad=(0, 1, 2, 3), dtypes=FULL)
 def cdist_of_learned_width(q: Tensor, k: Tensor, v: Tensor, width: Tensor) -> Tensor:
-    far = torch.cdist(q, k, compute_mode="donot_use_mm_for_euclid_dist").square()
-    return (far * -width.exp() + 1.0).softmax(-1) @ v
+    return (cdist_by_product(q, k).square() * -width.exp() + 1.0).softmax(-1) @ v
 
 
-@CASES.fuse()
-def norm_squared(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    q, k = pairs(q, k)
-    far = torch.linalg.vector_norm(k - q, dim=-1)
-    return (far * far * -0.3).softmax(-1) @ v
+@CASES.fuse(lambda d: qkv(d, 13, 34), dtypes=FULL, note="of more than 25 rows")
+def cdist_of_many(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return torch.softmax(-(torch.cdist(q, k) ** 2), -1) @ v
 
 
-@CASES.fuse(lambda d: [x + 200.0 for x in square(d)], dtypes=FULL, note="the mean of the keys is subtracted from both")
-def far_from_the_origin(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    return torch.softmax(-square_of_distance(q, k), -1) @ (v - 200.0)
-
-
-@CASES.fuse(square, grad=())
-def one_head(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    q, k, v = q[0, 0], k[0, 0], v[0, 0]
-    return torch.softmax(-((q[:, None] - k[None]) ** 2).sum(-1), 1) @ v
+@CASES.either(grad=())
+def cdist_under_autocast(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    with torch.autocast(q.device.type, torch.bfloat16):
+        q, k = (torch.einsum("bhnd,de->bhne", x, x.new_ones(8, 8).tril()) for x in (q, k))
+        return ((cdist_by_product(q, k) ** 2 * -0.1).softmax(-1) @ v).to(v.dtype)
 
 
 # ----------------------------------------------------------------------------------------------------------------
@@ -125,6 +115,53 @@ def not_squared(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 @CASES.decline(qkv, NO_SCORES, dtypes=FULL)
 def sum_of_absolute_differences(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return torch.softmax(-(torch.cdist(q, k, p=1.0) ** 2) / 8, -1) @ v
+
+
+@CASES.decline(qkv, NO_SCORES)
+def squared(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Of differences, which are exact where a key is near to a query, however long both are."""
+    return torch.softmax(-square_of_distance(q, k) / 8**0.5, -1) @ v
+
+
+@CASES.decline(lambda d: [*(d(1, 1, d.n(13), 1) + 1e4 * torch.arange(d.n(13), device=d.device)[:, None] for _ in "qk"),
+                          d(1, 1, d.n(13), 8)], dtypes=FULL)  # fmt: skip
+def kernel_regression(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Of times that lie far apart."""
+    q, k = pairs(q, k)
+    w = torch.exp(-((q - k) ** 2).sum(-1) / 2)
+    return (w @ v) / w.sum(-1, keepdim=True)
+
+
+@CASES.decline(qkv, NO_SCORES)
+def norm_squared(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    q, k = pairs(q, k)
+    far = torch.linalg.vector_norm(k - q, dim=-1)
+    return (far * far * -0.3).softmax(-1) @ v
+
+
+@CASES.decline(qkv, NO_SCORES, dtypes=FULL)
+def cdist_of_differences(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    far = torch.cdist(q, k, compute_mode="donot_use_mm_for_euclid_dist")
+    return torch.softmax(-far.square(), -1) @ v
+
+
+@CASES.decline(qkv, NO_SCORES, dtypes=FULL)
+def cdist_of_few(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """PyTorch takes differences of at most 25 rows."""
+    return torch.softmax(-(torch.cdist(q, k) ** 2), -1) @ v
+
+
+@CASES.decline(lambda d: [d(1, 1, d.n(13), 8), torch.cat([d(1, 1, 20, 8), d(1, 1, 1, 8) * INF], 2), d(1, 1, 21, 8)],
+               NO_SCORES, dtypes=FULL)  # fmt: skip
+def squared_beside_a_key_that_holds_no_number(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    hidden = torch.arange(21, device=k.device) == 20
+    return torch.softmax((-square_of_distance(q, k)).masked_fill(hidden, -INF), -1) @ v
+
+
+@CASES.decline(lambda d: [d(13, 1), d(21, 16), d(21, 8)], NO_SCORES)
+def cosine_with_one_number(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """It is repeated along the axis, and so is its length."""
+    return (F.cosine_similarity(q[:, None], k[None], -1) * 5).softmax(-1) @ v
 
 
 @CASES.decline(qkv, NO_SCORES)
