@@ -1,7 +1,7 @@
 """What a program says in one call, written as what it means, so that recognition has one thing to read.
 
     scaled_dot_product_attention(Q, K, V)    softmax(scale Q K^T + mask) V              patterns/sdpa.py
-    cosine_similarity(Q, K), |Q - K|^2       a product of Q and K, and what each adds    patterns/distances.py
+    cosine_similarity(Q, K), cdist(Q, K)^2   a product of Q and K, and what each adds    patterns/distances.py
     einsum(P, V, W), P V + C in one call     (P V) W; P V, and C added                   patterns/chains.py
     exp(S) 1                                 sum exp(S)                                  patterns/folding.py
     N / D,  both summed chunk by chunk       softmax([s_1, .., s_n]) [V_1; ..; V_n]      patterns/online.py
