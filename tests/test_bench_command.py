@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from fusecomp import cli
-from fusecomp.bench import cases, measure, page, peers, record
+from fusecomp.bench import cases, measure, page, peers, picture, record
 from fusecomp.bench.cases import CASES
 from fusecomp.bench.record import Measured, Record, Row
 from fusecomp.bench.timing import Bench, Timing
@@ -81,6 +81,13 @@ def test_columns_are_chosen_and_ratios_are_to_the_best_of_all() -> None:
     _, sustained = (p.markdown for p in page.pages(made(), {"eager", "fusecomp"}))
     assert sustained.splitlines()[2].startswith("| case | eager | fusecomp |")
     assert sustained.splitlines()[4] == "| causal D128 B4 H16 N4096 | 10.00 | **0.500** | 560 | 80% | 2.0% | 1.50x |"
+
+
+def test_a_ceiling_far_from_all_peers_is_not_drawn() -> None:
+    one = made().cases[0]
+    assert picture.roofs_of([one], "sustained") == [7e14]
+    assert picture.roofs_of([one, replace(one, roofs={"sustained": 2.9e15})], "sustained") == [None, None]
+    assert picture.roofs_of([replace(one, roofs={})], "sustained") == [None]
 
 
 README_PEERS = "eager,Inductor,FlexAttention,FlexAttention autotuned,SDPA cuDNN,FlashAttention-3,fusecomp,in any order"

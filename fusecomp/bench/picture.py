@@ -17,6 +17,8 @@ from fusecomp.plot import FAINT, INK, canvas, save
 
 COLOURS = ("#999999", "#e69f00", "#56b4e9", "#009e73", "#0072b2", "#cc79a7", "#000000", "#882255", "#44aa99", "#8c510a")
 MARKS = "sv^<>PXphd"
+FAR = 5
+"""Times the fastest rate of a panel: a ceiling further right would leave it empty."""
 
 
 def draw(record: Record, path: str | Path) -> None:
@@ -54,9 +56,9 @@ def _handle(name: str, look: tuple[str, str]) -> Any:
 def _panel(axes: Any, mode: str, cases: Sequence[Measured], looks: dict[str, tuple[str, str]]) -> None:
     """Back to back, or replayed where nothing else was timed; faster is further right."""
     protocol, unit = sorted(protocols(cases), key="sustained".__ne__)[0], cases[0].unit
-    for y, case in enumerate(cases):
-        roof = case.roofs.get(protocol)
-        axes.plot([0, (roof or 0) / SCALES[unit]], [y, y], color="#e4e4e4", linewidth=1, zorder=1)
+    roofs = roofs_of(cases, protocol)
+    for y, (case, roof) in enumerate(zip(cases, roofs, strict=True)):
+        axes.axhline(y, color="#e4e4e4", linewidth=1, zorder=1)
         if roof:
             axes.plot([roof / SCALES[unit]] * 2, [y - 0.4, y + 0.4], color=INK, linewidth=1.4, zorder=2)
         for row in case.rows:
@@ -66,8 +68,16 @@ def _panel(axes: Any, mode: str, cases: Sequence[Measured], looks: dict[str, tup
                 at = case.rate(timing) / SCALES[unit]
                 axes.scatter(at, y, color=colour, marker=mark, s=size, zorder=4 if row.peer == OURS else 3)
     axes.set_yticks(range(len(cases)), [case.case for case in cases], fontsize=8.5)
-    axes.set(ylim=(len(cases) - 0.4, -0.6), xlabel=f"{RATES[unit]}; the bar is the measured ceiling")
+    axes.set_ylim(len(cases) - 0.4, -0.6)
+    axes.set_xlabel(RATES[unit] + ("; the bar is the measured ceiling" if any(roofs) else ""))
     axes.set_xlim(left=0)
     axes.spines[["top", "right", "left"]].set_visible(False)
     axes.tick_params(axis="y", length=0)
     axes.set_title(f"{mode.capitalize()}, {WORDS[protocol]}", loc="left", fontsize=10, color=INK)
+
+
+def roofs_of(cases: Sequence[Measured], protocol: str) -> list[float | None]:
+    """The ceiling of each case, where a panel has room for all."""
+    roofs = [case.roofs.get(protocol) for case in cases]
+    rates = [case.rate(t) for case in cases for row in case.rows if (t := row.timing(protocol))]
+    return roofs if max(filter(None, roofs), default=0.0) <= FAR * max(rates) else [None] * len(roofs)
