@@ -51,7 +51,7 @@ def test_there_is_always_a_plan_that_fits(workload: Workload, name: str, budget:
     assert p.cost.smem_bytes <= min(budget or 10**9, DEVICES[name].smem_bytes)
     assert p.block_m >= 16
     assert p.block_n >= 16
-    assert p.warps in ((2, 4) if p.skeleton == "decode" else (4, 8))
+    assert p.warps in ((2, 4) if p.decodes else (4, 8))
     assert sum(p.dv_chunks) >= (workload.dv or workload.d)
     assert sum(p.d_chunks[0]) >= workload.d
     assert all(r.reason for r in p.rejected)

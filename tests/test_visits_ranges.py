@@ -31,8 +31,8 @@ from fusecomp.ir.region import AttentionRegion
 from fusecomp.planning.backward import BackwardPlan
 from fusecomp.planning.device import find
 from fusecomp.planning.holes import filled
-from fusecomp.planning.plan import plan
-from fusecomp.planning.tile import TilePlan
+from fusecomp.planning.plan import plan, scheduled
+from fusecomp.planning.tile import Tile, TilePlan
 from fusecomp.running.hopper import available
 from fusecomp.running.hopper import planned as hopper_plan
 
@@ -216,6 +216,16 @@ def test_programs_have_the_registers_that_their_usual_loops_need() -> None:
     assert programs * (info.shared + 1024) <= device.smem_per_sm
     assert plan(region, LONG, find("a100")).registers == 0
     assert specialised(region, made).registers == 0
+
+
+def test_tiles_that_are_tried_have_registers_of_their_own() -> None:
+    """Capped as the planned one, a tile of which a multiprocessor holds fewer programs would spill."""
+    region, device = EXPRESSED["documents"], find("h200")
+    made = plan(region, LONG, device)
+    large = scheduled(made, Tile(128, 128, 4, 2), region, LONG, device)
+    assert (large.visits, large.registers) == ("ranges", 0)
+    own = Tile(made.block_m, made.block_n, made.warps, made.stages)
+    assert scheduled(large, own, region, LONG, device).registers == made.registers > 0
 
 
 def either(a: Expr, b: Expr) -> Expr:

@@ -63,14 +63,10 @@ def plan(
     launch = Launch(region, sizes, device, kind == "decode")
     cost = cost_of(launch.quantities(tile))
     how = "bounds" if kind == "decode" else visits(region, sizes, device, cost.seconds)
-    held = 0
     if (part := shown(region, how)) < 1.0:
-        runs = how == "ranges"
-        ranked = _ranked(region, *given, part, runs)
+        ranked = _ranked(region, *given, part, how == "ranges")
         tile = ranked[0].tile
-        found = Launch(region, sizes, device, False, part, runs).quantities(tile)
-        cost = cost_of(found)
-        held = share_of_registers(device, int(found["resident"]) * tile.warps) if runs and device.arch == "sm_90" else 0
+        cost = cost_of(Launch(region, sizes, device, False, part, how == "ranges").quantities(tile))
     made = TilePlan(
         skeleton=kind,
         block_m=tile.block_m,
@@ -83,7 +79,6 @@ def plan(
         rejected=_rejected(ranked),
         device=device.name,
         visits=how,
-        registers=held,
     )
     return scheduled(made, tile, region, sizes, device)
 
@@ -94,7 +89,7 @@ def scheduled(
     """The plan with another tile of the same skeleton, at lengths near `sizes`."""
     made = replace(made, **{f.name: getattr(tile, f.name) for f in fields(Tile) if f.name != "resident"})
     if not made.decodes:
-        return made
+        return replace(made, registers=told_of_runs(made, tile, region, sizes, device))
     if not tile.resident:
         return replace(made, skeleton="prefill", resident=0, registers=0, overlap=False)
     held = share_of_registers(device, tile.resident * tile.warps)
@@ -102,6 +97,16 @@ def scheduled(
     splits, looks = at_a_time(launch, tile)
     made = replace(made, skeleton="decode", resident=tile.resident, registers=held, overlap=device.capability >= 90)
     return replace(made, splits=splits, looks=looks)
+
+
+def told_of_runs(made: TilePlan, tile: Tile, region: AttentionRegion, sizes: Mapping[str, int], device: Device) -> int:
+    """Registers of a thread where a kernel is told which run of keys each query sees: what its usual loops need. The
+    loop that reads the mask would take more, and leave room for one program less."""
+    part = shown(region, made.visits)
+    if made.visits != "ranges" or part == 1.0 or device.arch != "sm_90":
+        return 0
+    found = Launch(region, sizes, device, False, part, True).quantities(tile)
+    return share_of_registers(device, int(found["resident"]) * tile.warps)
 
 
 SPLITS, LOOKS = (4, 64), (32, 1024)
