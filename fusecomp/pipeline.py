@@ -72,6 +72,7 @@ def compile_graph(gm: GraphModule, values: Sequence[Any], options: Options) -> C
     except CaptureError as error:
         return unread(gm, error, "declined")
     entries, taken = list[Entry](), set[Node]()
+    mark(captured, values)
     written = write_out(captured, lambda name, error: entries.append(unwritten(name, error, options)))
     entries += plain_sdpa(captured)
     mark(captured, values)

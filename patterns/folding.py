@@ -16,7 +16,7 @@ from torch.fx import GraphModule, Node
 
 from fusecomp.graph.capture import inline
 from fusecomp.graph.facts import op_name, value
-from fusecomp.graph.rewriting import Written, movable, write
+from fusecomp.graph.rewriting import Written, facts_of, write
 from fusecomp.ir.algebra import ONE
 from fusecomp.ir.expr import Const
 from fusecomp.patterns.contraction import Contraction, contraction
@@ -43,16 +43,23 @@ def count(module: GraphModule) -> Iterator[Written]:
         for side in (spec, spec.swapped()) if spec is not None and whole(spec) else ():
             more = set(side.out_axes) - set(side.left_axes)
             plain = "." not in side.left_axes and all(side.size(a) == ONE for a in more)
-            if plain and ones(side.right) and movable(module, [side.right], [side.right], node):
+            if plain and (made := ones(side.right)) and unwritten(module, made, node):
                 yield write(node, inline(node, counted(side, value(node).dtype), [side.left]))
                 break
 
 
-def ones(node: Node) -> bool:
-    """Whether a tensor holds nothing but ones."""
-    while op_name(node) in STRETCHED and isinstance(node.args[0], Node):
-        node = node.args[0]
-    return op_name(node) in ("ones", "ones_like", "new_ones")
+def ones(node: Node) -> list[Node]:
+    """A tensor that is made of nothing but ones, and what it is made by; empty of any other."""
+    made = [node]
+    while op_name(made[-1]) in STRETCHED and isinstance(made[-1].args[0], Node):
+        made.append(made[-1].args[0])
+    return made if op_name(made[-1]) in ("ones", "ones_like", "new_ones") else []
+
+
+def unwritten(module: GraphModule, made: list[Node], to: Node) -> bool:
+    """Whether nothing writes into tensors before `to`."""
+    facts = facts_of(module)
+    return not any(facts.written_between(n, facts.position[n], facts.position[to]) for n in made)
 
 
 STRETCHED = ("expand", "unsqueeze", "view", "reshape", "to", "_to_copy", "type_as", "t", "transpose")

@@ -5,7 +5,7 @@
 
 Exact for any g: soft spans and masks are written so, with an epsilon in g. Where w is 0 or a weight and g adds nothing,
 the softmax's own normaliser does it (`patterns/weights.py`). Exponentials are no softmax: beside an epsilon their size
-counts.
+counts, and so it does beside a far larger one whose f is 0, unless that is masked: where f learns, none may exceed 1.
 """
 
 from __future__ import annotations
@@ -20,11 +20,13 @@ from torch.fx.node import map_arg
 
 from fusecomp.graph.capture import inline
 from fusecomp.graph.facts import dtype, is_tensor, op_name, reach, shape
+from fusecomp.graph.learning import learns
 from fusecomp.graph.rewriting import Written, movable, write
 from fusecomp.ir.algebra import const
 from fusecomp.ir.expr import Const
 from fusecomp.patterns.contraction import Contraction, contraction, without_ones
 from fusecomp.patterns.lift import argument, axis
+from fusecomp.patterns.rows import maxima, plain
 from fusecomp.patterns.sums import between, leads_to_softmax
 
 CASTS = ("to", "_to_copy", "type_as", "float")
@@ -56,8 +58,8 @@ class Renormalised:
     @property
     def parts(self) -> list[Node]:
         """What the weights are made of here: themselves, or exponents and factor."""
-        factors = [n for n in self.weights.all_input_nodes if n is not self.exponential]
-        return [self.weights] if self.exponential is None else [self.exponential.args[0], *factors]  # type: ignore[list-item]
+        e = self.exponential
+        return [self.weights] if e is None else [e.args[0], factor(self.weights, e)]  # type: ignore[list-item]
 
     @property
     def column(self) -> str:
@@ -85,8 +87,8 @@ def renormalise(module: GraphModule) -> Iterator[Written]:
 def read(product: Node, spec: Contraction) -> Renormalised | None:
     """`product` as renormalised weights times values."""
     quotient, key = spec.left, spec.contracted
-    plain = op_name(quotient) == "div" and len(quotient.args) == 2 and not quotient.kwargs
-    if not plain or len(key) != 1 or list(quotient.users) != [product] or "." in spec.left_axes:
+    two = op_name(quotient) == "div" and len(quotient.args) == 2 and not quotient.kwargs
+    if not two or len(key) != 1 or list(quotient.users) != [product] or "." in spec.left_axes:
         return None
     weights, divisor = quotient.args
     if not (is_tensor(weights) and is_tensor(divisor)) or shape(weights) != shape(quotient):  # type: ignore[arg-type]
@@ -113,10 +115,26 @@ def read(product: Node, spec: Contraction) -> Renormalised | None:
 
 def exponential(weights: Node) -> Node | None:
     """exp(S) of f exp(S)"""
-    for e in weights.all_input_nodes if op_name(weights) == "mul" and all(map(is_tensor, weights.args)) else ():
-        if op_name(e) == "exp" and list(e.users) == [weights] and shape(e) == shape(weights):
+    two = op_name(weights) == "mul" and len(weights.all_input_nodes) == 2
+    for e in weights.all_input_nodes if two else ():
+        whole = op_name(e) == "exp" and list(e.users) == [weights] and shape(e) == shape(weights)
+        if whole and (at_most_one(e) or not learns(factor(weights, e))):
             return e
     return None
+
+
+def factor(weights: Node, e: Node) -> Node:
+    """f of f e"""
+    return next(n for n in weights.all_input_nodes if n is not e)
+
+
+def at_most_one(e: Node) -> bool:
+    """Whether an exponential is exp(s - m), m the largest s or more."""
+    exponents: Node = e.args[0]  # type: ignore[assignment]
+    if op_name(exponents) != "sub" or not plain(exponents):
+        return False
+    s, m = exponents.args
+    return any(op_name(n) in ("amax", "max") and n.args[0] is s for n in reach([m], maxima))  # type: ignore[list-item]
 
 
 def summed(node: Node, weights: Node, key: int) -> bool:
@@ -180,6 +198,8 @@ def divided(found: Renormalised, inputs: list[Node]) -> Callable[..., Tensor]:
         known = dict(zip(inputs, tensors, strict=True))
         if (e := found.exponential) is not None:
             exponents = known[e.args[0]].to(e.meta["val"].dtype)  # type: ignore[index]
+            if not at_most_one(e):
+                exponents = exponents.masked_fill(known[factor(found.weights, e)] == 0, -torch.inf)
             known[e] = torch.softmax(exponents, spec.left_axes.index(key))
             known[found.weights] = torch.mul(*(known[x] for x in found.weights.args))  # type: ignore[index]
         values, place = without_ones(known[spec.right], spec.right_axes), axes.index(column)

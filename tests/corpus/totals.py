@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
-from corpus.table import Table, places, scores, square
+from corpus.table import FULL, Draw, Table, places, scores, square
 from torch import Tensor
 
 CASES = Table()
@@ -65,6 +65,35 @@ def prior_under_autocast(q: Tensor, k: Tensor, v: Tensor, prior: Tensor) -> Tens
 def edges_of_a_graph(q: Tensor, k: Tensor, v: Tensor, edges: Tensor) -> Tensor:
     w = edges.to(q.dtype).relu() * scores(q, k).exp()
     return torch.einsum("bhij,bhjd->bhid", w / w.sum(-1).unsqueeze(-1), v)
+
+
+def far(d: Draw) -> list[Tensor]:
+    """Scores of 7 and of -7, and numbers of edges: none goes to where the scores are 7."""
+    n = d.n(21)
+    sign = torch.where(torch.arange(n, device=d.device) == 3, 1.0, -1.0).to(d.dtype)
+    edges = (d(n, n) > -0.5) * (sign < 0)
+    edges[:, 5] = True
+    return [d(2, 3, n, 1) * 0 + 1.0, d(2, 3, n, 1) * 0 + 7 * sign[:, None], d(2, 3, n, 8), edges.to(d.dtype)]
+
+
+@CASES.fuse(far, dtypes=FULL, note="beside e^56, e^-56 is nothing")
+def edges_beside_a_far_greater_exponential(q: Tensor, k: Tensor, v: Tensor, edges: Tensor) -> Tensor:
+    w = (q @ k.mT * 8).exp() * edges
+    return (w / w.sum(-1, keepdim=True)) @ v
+
+
+@CASES.fuse(lambda d: [*square(d), d(d.n(21), d.n(21)).relu() * torch.ones(d.n(21), 1, device=d.device).tril(-1)],
+            grad=(), dtypes=FULL, note="the first query has no edge")  # fmt: skip
+def no_edge_at_all(q: Tensor, k: Tensor, v: Tensor, edges: Tensor) -> Tensor:
+    w = scores(q, k).exp() * edges
+    return (w / w.sum(-1, keepdim=True)) @ v
+
+
+@CASES.either(lambda d: [*square(d), d(3, d.n(21), d.n(21)).relu()], grad=(0, 1, 2, 3))
+def edges_that_learn(q: Tensor, k: Tensor, v: Tensor, edges: Tensor) -> Tensor:
+    """Where an edge is 0 it has a gradient, and no mask may take it away."""
+    w = scores(q, k).exp() * edges
+    return (w / w.sum(-1, keepdim=True)) @ v
 
 
 @CASES.fuse()
@@ -148,6 +177,14 @@ def norm_of_weights_that_may_be_negative(q: Tensor, k: Tensor, v: Tensor, gate: 
 def prior_of_the_sum_alone(q: Tensor, k: Tensor, v: Tensor, prior: Tensor) -> Tensor:
     e = scores(q, k).exp()
     return (e / (e * prior).sum(-1, keepdim=True)) @ v
+
+
+@CASES.decline(square)
+def sum_by_ones_that_were_written_in_part(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Before they are looked at as a column."""
+    e, z = scores(q, k).exp(), torch.ones_like(v[0, 0, :, 0])
+    z[5:] = 0
+    return (e @ v) / (e @ z.unsqueeze(-1))
 
 
 @CASES.decline(square)
