@@ -22,7 +22,7 @@ from fusecomp.planning.resources import usable
 from fusecomp.planning.tile import Cost, Rejected, Tile, TilePlan
 from fusecomp.planning.visits import shown, visits
 from fusecomp.planning.workload import Workload
-from fusecomp.planning.worth import candidates
+from fusecomp.planning.worth import candidates, packs
 
 DECODE_ROWS, DECODE_KEYS = 16, 256
 """At most so many queries, and at least so many keys: the keys are split over programs."""
@@ -175,10 +175,10 @@ def _ranked(
 ) -> tuple[Row, ...]:  # fmt: skip
     """All candidates, the chosen one first."""
     kind = skeleton(region, dict(sizes))
-    costed = _costed(region, sizes, device, kind, describable, shown, runs)
-    if kind == "decode" and min(cost.smem_bytes for _, cost in costed) > budget:  # the heads of a group are too many
+    costed = _costed(region, sizes, device, budget, kind, describable, shown, runs)
+    if kind == "decode" and min(cost.smem_bytes for _, cost in costed) > budget:
         kind = "prefill"
-        costed = _costed(region, sizes, device, kind, describable, shown, runs)
+        costed = _costed(region, sizes, device, budget, kind, describable, shown, runs)
     refused = {tile: _too_large(cost, budget, device) for tile, cost in costed}
     fits = [tc for tc in costed if not refused[tc[0]]] or [_last_resort(costed, budget)]
     tie = DECODE_TIE if kind == "decode" else TIE
@@ -189,11 +189,16 @@ def _ranked(
 
 
 def _costed(
-    region: AttentionRegion, sizes: tuple[tuple[str, int], ...], device: Device, kind: str, describable: bool,
-    shown: float, runs: bool,
+    region: AttentionRegion, sizes: tuple[tuple[str, int], ...], device: Device, budget: int, kind: str,
+    describable: bool, shown: float, runs: bool,
 ) -> list[tuple[Tile, Cost]]:  # fmt: skip
-    launch = Launch(region, dict(sizes), device, kind == "decode", shown, runs)
-    return [(tile, cost_of(launch.quantities(tile))) for tile in candidates(launch, describable)]
+    """The candidates of the most heads that share a tile and leave one that fits."""
+    launch, costed = Launch(region, dict(sizes), device, kind == "decode", shown, runs), list[tuple[Tile, Cost]]()
+    for pack in packs(launch):
+        costed = [(tile, cost_of(launch.quantities(tile))) for tile in candidates(launch, describable, pack)]
+        if not all(_too_large(cost, budget, device) for _, cost in costed):
+            break
+    return costed
 
 
 def _by_merit(fits: list[tuple[Tile, Cost]], tie: float) -> list[tuple[Tile, Cost]]:

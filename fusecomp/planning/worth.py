@@ -20,12 +20,11 @@ TABLED = (4,), (2, 3)
 SIDES = (16, 32, 64, 128)
 
 
-def candidates(launch: Launch, describable: bool = False) -> Iterator[Tile]:
+def candidates(launch: Launch, describable: bool = False, pack: int = 1) -> Iterator[Tile]:
     """Every tile worth costing: a packed group fits in it, it is no taller than the rows, eight warps have work.
 
     Descriptors fill what wgmma or tcgen05 reads, ahead of it."""
     ways = ("pointer", "descriptor") if describable and launch.describable else ("pointer",)
-    pack = packed(launch.known.group) if launch.decode and launch.known.packs else 1
     tallest = max(16, power(launch.at.m * pack))
     schedules = TABLED if launch.known.looked_up else ((2, 4), (2, 3))
     resident = RESIDENT if unsplit(launch, pack) else RESIDENT[1:]
@@ -50,6 +49,13 @@ def unsplit(launch: Launch, pack: int) -> bool:
     return even and launch.at.heads // pack >= launch.device.sms
 
 
-def packed(group: int) -> int:
-    """The most heads of a group that share a tile: its largest divisor that a tile can hold."""
-    return max(p for p in range(1, SIDES[-1] + 1) if group % p == 0)
+def packs(launch: Launch) -> list[int]:
+    """Of decoding: how many heads of a group may share a tile, the most first: what a tile of each height can hold."""
+    if not (launch.decode and launch.known.packs):
+        return [1]
+    return list(dict.fromkeys(packed(launch.known.group, side) for side in reversed(SIDES)))
+
+
+def packed(group: int, rows: int) -> int:
+    """The largest divisor of a group that so many rows hold."""
+    return max(p for p in range(1, rows + 1) if group % p == 0)
