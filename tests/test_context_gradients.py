@@ -48,6 +48,25 @@ def test_a_gradient_that_stops_inside_is_left_alone(fn: QKV) -> None:
     agree(fn, qkv(), fused=1)  # where nothing learns, nothing stops
 
 
+def edges(q: Tensor, k: Tensor, v: Tensor, edges: Tensor) -> Tensor:
+    w = (q @ k.mT * 0.3).exp() * edges
+    return (w / w.sum(-1, keepdim=True)) @ v
+
+
+def edges_below_one(q: Tensor, k: Tensor, v: Tensor, edges: Tensor) -> Tensor:
+    s = q @ k.mT
+    w = (s - s.amax(-1, keepdim=True)).exp() * edges
+    return (w / w.sum(-1, keepdim=True)) @ v
+
+
+@pytest.mark.parametrize(("fn", "learn", "fused"), [(edges, False, 1), (edges, True, 0), (edges_below_one, True, 1)])
+def test_an_edge_of_zero_has_a_gradient(fn: Callable[..., Tensor], learn: bool, fused: int) -> None:
+    """Which a mask, as keeps a far greater exponential apart, would take away."""
+    q, k, v = qkv(learn=True)
+    zeros = torch.arange(q.shape[-2] * k.shape[-2]).view(q.shape[-2], -1) % 3
+    agree(fn, [q, k, v, zeros.float().requires_grad_(learn)], fused=fused, train=True)
+
+
 def test_only_the_queries_learn_and_their_scores_do_not() -> None:
     q, k, v = qkv()
     agree(lambda *a: scores_under_no_grad(*a) + a[0].sum(), [q.requires_grad_(), k, v], fused=0, train=True)

@@ -89,13 +89,6 @@ def no_edge_at_all(q: Tensor, k: Tensor, v: Tensor, edges: Tensor) -> Tensor:
     return (w / w.sum(-1, keepdim=True)) @ v
 
 
-@CASES.either(lambda d: [*square(d), d(3, d.n(21), d.n(21)).relu()], grad=(0, 1, 2, 3))
-def edges_that_learn(q: Tensor, k: Tensor, v: Tensor, edges: Tensor) -> Tensor:
-    """Where an edge is 0 it has a gradient, and no mask may take it away."""
-    w = scores(q, k).exp() * edges
-    return (w / w.sum(-1, keepdim=True)) @ v
-
-
 @CASES.fuse()
 def sum_by_letters(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     e = torch.exp(scores(q, k) - rows(scores(q, k)))
