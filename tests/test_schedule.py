@@ -8,13 +8,17 @@ import pytest
 import torch
 from golden_kernels import paged
 from kernels import Interpreter, agree, tiles
+from recognising import candidates
 from torch import Tensor
 
 from fusecomp.codegen.emit import emit
+from fusecomp.patterns.build import Match
 from fusecomp.planning import plan as planning
 from fusecomp.planning.device import find
 from fusecomp.planning.plan import alone, fixed_share
 from fusecomp.planning.tile import TilePlan
+from fusecomp.running import lower
+from fusecomp.running.subgraph import seen
 
 REGION = paged("float32", d=16)
 WILD = 1_000_000_007
@@ -88,6 +92,24 @@ def test_many_requests_of_few_keys_are_not_split() -> None:
     assert (few.skeleton, few.resident, few.pack, few.decodes) == ("prefill", 0, 4, True)
     assert "combine" not in emit(REGION, few).text
     assert many.skeleton == single.skeleton == "decode"
+
+
+@pytest.mark.parametrize(("dynamic", "skeleton"), [(False, "prefill"), (True, "decode")])
+def test_requests_that_are_counted_at_run_time_are_split(
+    monkeypatch: pytest.MonkeyPatch, dynamic: bool, skeleton: str
+) -> None:
+    """There may be few of them, one program for each of which would leave the device empty."""
+    monkeypatch.setattr(planning, "current", lambda: find("h200"))
+    monkeypatch.setattr(lower, "current", lambda: find("h200"))
+
+    def fn(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return (q @ k.mT / 4).softmax(-1) @ v
+
+    args = [torch.randn(64, 8, n, 16) for n in (1, 512, 512)]
+    (match,) = candidates(fn, *args, dynamic=dynamic)
+    assert isinstance(match, Match)
+    made = lower.planned(match, {name: seen(source) for name, source in match.sizes.items()})
+    assert (made.skeleton, made.decodes) == (skeleton, True)
 
 
 @pytest.mark.parametrize("page", [1, 8, 12, 32, 128])

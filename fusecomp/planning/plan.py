@@ -99,6 +99,13 @@ def scheduled(
     return replace(made, splits=splits, looks=looks)
 
 
+def split(made: TilePlan, region: AttentionRegion, sizes: Mapping[str, int]) -> TilePlan:
+    """The best plan that splits the keys, where a launch may have fewer requests than planned for: shares are counted
+    at every launch."""
+    taken = next(row for row in rows(region, dict(coarse(sizes))) if row.tile.resident)
+    return replace(scheduled(made, taken.tile, region, sizes, current()), cost=taken.cost)
+
+
 def told_of_runs(made: TilePlan, tile: Tile, region: AttentionRegion, sizes: Mapping[str, int], device: Device) -> int:
     """Registers of a thread where a kernel is told which run of keys each query sees: what its usual loops need. The
     loop that reads the mask would take more, and leave room for one program less."""

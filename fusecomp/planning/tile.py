@@ -103,7 +103,8 @@ class TilePlan:
     """Groups of four warps that multiply, beside one warp that copies (codegen/hopper.py); 0: every warp does all."""
     visits: str = "bounds"
     """Which keys a query tile visits. "bounds": those between the edges that the mask's terms put on kv_idx. "table":
-    the tiles in which it sees a key, listed once per mask from its data (codegen/table.py)."""
+    the tiles in which it sees a key, listed once per mask from its data (codegen/table.py). "ranges": from the first of
+    those to the last (codegen/table_ranges.py)."""
 
     @property
     def decodes(self) -> bool:

@@ -20,18 +20,20 @@ from fusecomp.codegen.descriptors import choose
 from fusecomp.codegen.emit import emit
 from fusecomp.codegen.source import KernelSource
 from fusecomp.errors import CacheError, KernelError, PlanError
+from fusecomp.ir.expr import Size, parts
 from fusecomp.ir.region import AttentionRegion
 from fusecomp.patterns.build import Match
 from fusecomp.patterns.masks import hiding
 from fusecomp.planning.backward import backward_plan, by_table
 from fusecomp.planning.device import current
-from fusecomp.planning.plan import alone, fixed_share, plan
+from fusecomp.planning.plan import alone, fixed_share, plan, split
 from fusecomp.planning.tile import TilePlan
 from fusecomp.planning.visits import gradients_visit
 from fusecomp.running import cache, cpu, hopper, layout
 from fusecomp.running.launching import quickened
 from fusecomp.running.loader import load
 from fusecomp.running.operator import Gradients, Launch
+from fusecomp.running.subgraph import known
 from fusecomp.running.tune import tuned
 from fusecomp.running.verify import example, log_sums, machine
 from fusecomp.running.visits import launcher
@@ -106,7 +108,15 @@ def planned(match: Match, sizes: Mapping[str, int], batch_invariant: bool = Fals
     tiles = plan(match.region, sizes)
     if tiles.loads == "descriptor" and not described(match, tiles):
         tiles = plan(match.region, sizes, describable=False)
+    if not (tiles.resident or counted(match)):
+        tiles = split(tiles, match.region, sizes)
     return fixed_share(tiles) if batch_invariant else tiles
+
+
+def counted(match: Match) -> bool:
+    """Whether the graph is compiled for one number of requests and heads."""
+    names = {x.name for v in match.region.batch for x in parts(v.size) if isinstance(x, Size)}
+    return all(known(match.sizes[name]) for name in names)
 
 
 def described(match: Match, tiles: TilePlan) -> bool:

@@ -178,9 +178,19 @@ def assumed(symbol: Any, env: Any) -> Any:
 
 def seen(source: SizeSource) -> int:
     """The value of a run-time length when the graph was captured."""
+    return int(concrete(length(source)))
+
+
+def known(source: SizeSource) -> bool:
+    """Whether the graph is compiled for one value of a length."""
+    return fixed(length(source))
+
+
+def length(source: SizeSource) -> Any:
+    """A length, symbolic where it changes."""
     if isinstance(source, tuple):
-        return int(concrete(source[0].meta["val"].shape[source[1]]))
-    return int(concrete(source.meta["val"] if isinstance(source, Node) else source))
+        return source[0].meta["val"].shape[source[1]]
+    return source.meta["val"] if isinstance(source, Node) else source
 
 
 def floating(x: Any) -> bool:
