@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable
 from typing import Any
 
@@ -145,6 +146,14 @@ def test_what_the_module_holds_is_read_at_every_call(exported: bool) -> None:
         module.load_state_dict(changed, strict=False)
         module.mask[5:] = True
         torch.testing.assert_close(fused(x), model(x), rtol=1e-4, atol=1e-4)
+
+
+def test_what_the_module_holds_is_pickled_with_it() -> None:
+    x, model = torch.randn(2, 3, 13, 8), Learned()
+    fused = fusecomp.fuse(torch.fx.symbolic_trace(model), (x,))
+    again = pickle.loads(pickle.dumps(fused))
+    assert again.state_dict().keys() == fused.state_dict().keys()
+    torch.testing.assert_close(again(x), fused(x))
 
 
 class Named(nn.Module):

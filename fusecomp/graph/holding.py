@@ -35,6 +35,7 @@ def reads(module: GraphModule) -> Iterator[tuple[Node, Tensor]]:
 
 def named_as_before(traced: GraphModule, gm: GraphModule) -> None:
     """Let `traced`, made of `gm` by a trace that numbers what it meets, hold parameters and buffers as `gm` does."""
+    traced._tracer_cls = gm._tracer_cls  # what unpickles it: that of make_fx finds no parameters in submodules
     known = {id(x): name for name, x in (*gm.named_parameters(), *gm.named_buffers())}
     found = list(reads(traced))
     for _, name in {(id(x), str(node.target)) for node, x in found}:
