@@ -72,7 +72,7 @@ def compile_graph(gm: GraphModule, values: Sequence[Any], options: Options) -> C
     except CaptureError as error:
         return unread(gm, error, "declined")
     entries, taken = list[Entry](), set[Node]()
-    mark(captured, values)
+    mark(captured, values)  # for what is rewritten; and again for what that adds
     written = write_out(captured, lambda name, error: entries.append(unwritten(name, error, options)))
     entries += plain_sdpa(captured)
     mark(captured, values)
