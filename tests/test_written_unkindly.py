@@ -80,6 +80,12 @@ def held(case: Any, how: str) -> None:
         assert error <= max(TIMES * own, LEAST), name
 
 
+@pytest.mark.parametrize("how", UNKIND)
+@pytest.mark.parametrize("case", programs(*QUICK))
+def test_what_is_written_out_is_the_program(case: Any, how: str) -> None:
+    held(case, how)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("how", UNKIND)
 @pytest.mark.parametrize("case", programs(*SLOW))
