@@ -37,7 +37,7 @@ from fusecomp.codegen.program import factor
 from fusecomp.codegen.tile import indented
 from fusecomp.codegen.turns import WHY, moves_alone, tile_of_turn
 from fusecomp.codegen.visited import in_run
-from fusecomp.ir.expr import Expr, Var, parts
+from fusecomp.ir.expr import Expr, parts
 from fusecomp.planning.backward import reads_pairs
 
 Lines = list[str]
@@ -58,7 +58,7 @@ def program(frame: GradientFrame) -> Lines:
     size = triton_text(frame.kv_idx.size, frame.names)
     lines, left = [], "outer"
     for place, v in reversed(list(enumerate(frame.key_axes))):
-        extent = axis_size(frame, v)
+        extent = factor(v.size, frame)
         lines.append(f"{v.name} = {left} % {extent}" if place else f"{v.name} = {left}")
         left = f"{left} // {extent}"
     tile, taken = "program % k_tiles", ["outer = tl.cast(program // k_tiles, tl.int64)"]
@@ -67,11 +67,6 @@ def program(frame: GradientFrame) -> Lines:
         tile, taken = "inside // turns", [WHY, *tile_of_turn("k_tiles")]
     counted = ["program = tl.program_id(0)", f"k_tiles = tl.cdiv({size}, BLOCK_N)"]
     return [*counted, *taken, f"k_start = {tile} * BLOCK_N", *lines]
-
-
-def axis_size(frame: GradientFrame, v: Var) -> str:
-    """The length of an axis, as a factor."""
-    return factor(v.size, frame)
 
 
 def columns(frame: GradientFrame) -> Lines:
@@ -112,14 +107,14 @@ def member_name(frame: GradientFrame) -> str:
 
 def members(frame: GradientFrame) -> str:
     """How many query heads share the keys."""
-    return " * ".join(axis_size(frame, v) for v in frame.members)
+    return " * ".join(factor(v.size, frame) for v in frame.members)
 
 
 def member(frame: GradientFrame) -> Lines:
     """h = h_group * 3 + h_member, from the number of the member."""
     lines, left = [], "member"
     for place, v in reversed(list(enumerate(frame.members)) if len(frame.members) > 1 else []):
-        extent = axis_size(frame, v)
+        extent = factor(v.size, frame)
         lines.append(f"{v.name} = {left} % {extent}" if place else f"{v.name} = {left}")
         left = f"{left} // {extent}"
     for v, n in frame.shares.items():
@@ -157,7 +152,7 @@ def outer(frame: GradientFrame) -> str:
     body = ""
     for v in frame.region.batch:
         head = f"({body})" if " " in body else body
-        body = f"{head} * {axis_size(frame, v)} + {v.name}" if body else v.name
+        body = f"{head} * {factor(v.size, frame)} + {v.name}" if body else v.name
     return body or "0"
 
 

@@ -7,12 +7,12 @@ from dataclasses import replace
 
 from fusecomp.codegen.backward_exact import Fixed, covers
 from fusecomp.codegen.backward_frame import GradientFrame, Leaf, roles
-from fusecomp.codegen.backward_keys import axis_size
 from fusecomp.codegen.backward_pairs import direct, kept_axes, members, walked_axes
 from fusecomp.codegen.backward_sums import memory, totals
 from fusecomp.codegen.launcher import arguments, outer_sizes, ranks_of, rounded_up, unpacked, wrapped
 from fusecomp.codegen.logsumexp import saved
 from fusecomp.codegen.printer import triton_text
+from fusecomp.codegen.program import factor
 from fusecomp.codegen.table import table
 from fusecomp.ir.region import AttentionRegion
 from fusecomp.planning.tile import TilePlan
@@ -66,7 +66,7 @@ def query_grid(frame: GradientFrame, block_m: int) -> Lines:
 
 def key_grid(frame: GradientFrame, block_n: int) -> Lines:
     size = triton_text(frame.kv_idx.size, frame.names)
-    return [*(axis_size(frame, v) for v in frame.key_axes), rounded_up(size, block_n)]
+    return [*(factor(v.size, frame) for v in frame.key_axes), rounded_up(size, block_n)]
 
 
 def backward_launch(frames: dict[str, GradientFrame], params: dict[str, list[str]], fixed: Fixed = ()) -> Lines:
@@ -132,7 +132,7 @@ def _pairs(frame: GradientFrame, leaf: Leaf, params: dict[str, list[str]]) -> Li
     """The kernel of a leaf of every query and key."""
     region, plan = frame.region, frame.plan
     m, n = (triton_text(v.size, frame.names) for v in (frame.q_idx, frame.kv_idx))
-    kept = [axis_size(frame, v) for v in kept_axes(region, leaf)]
+    kept = [factor(v.size, frame) for v in kept_axes(region, leaf)]
     grid = [*kept, rounded_up(m, plan.block_m), rounded_up(n, plan.block_n)]
     walked, lines = walked_axes(region, leaf), []
     if walked:

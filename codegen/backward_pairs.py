@@ -14,12 +14,12 @@ from functools import partial, reduce
 from fusecomp.codegen.address import Address, address, at_tile, sum_text
 from fusecomp.codegen.backward_exact import sized, values_of
 from fusecomp.codegen.backward_frame import GradientFrame, Leaf
-from fusecomp.codegen.backward_keys import axis_size, outer
+from fusecomp.codegen.backward_keys import outer
 from fusecomp.codegen.backward_queries import output_tiles, score_gradient
 from fusecomp.codegen.backward_tile import leaf_gradient, log_sums, rounded, row_values, scaled_by, seldom
 from fusecomp.codegen.memory import element_loads, row_base
 from fusecomp.codegen.printer import triton_text
-from fusecomp.codegen.program import columns, key_range
+from fusecomp.codegen.program import columns, factor, key_range
 from fusecomp.codegen.tile import indented, places
 from fusecomp.ir.algebra import apply
 from fusecomp.ir.expr import Const, Expr, Load, Var, parts, variables
@@ -59,8 +59,8 @@ def program(frame: GradientFrame, leaf: Leaf) -> Lines:
     m, n = (triton_text(v.size, frame.names) for v in (frame.q_idx, frame.kv_idx))
     lines, left = [], "unit"
     for v in reversed(kept_axes(frame.region, leaf)):
-        lines += [f"{v.name} = {left} % {axis_size(frame, v)}"]
-        left = f"{left} // {axis_size(frame, v)}"
+        lines += [f"{v.name} = {left} % {factor(v.size, frame)}"]
+        left = f"{left} // {factor(v.size, frame)}"
     return [
         "program = tl.program_id(0)",
         f"q_tiles = tl.cdiv({m}, BLOCK_M)",
@@ -90,14 +90,14 @@ def row_statistics(frame: GradientFrame) -> Lines:
 
 def members(frame: GradientFrame, leaf: Leaf) -> str:
     """How many heads, of all requests, read the same tile."""
-    return " * ".join(axis_size(frame, v) for v in walked_axes(frame.region, leaf))
+    return " * ".join(factor(v.size, frame) for v in walked_axes(frame.region, leaf))
 
 
 def member(frame: GradientFrame, leaf: Leaf) -> Lines:
     """The axes that are walked, from the number of the member."""
     walked, lines, left = walked_axes(frame.region, leaf), [], "tl.cast(member, tl.int64)"
     for place, v in reversed(list(enumerate(walked))):
-        extent = axis_size(frame, v)
+        extent = factor(v.size, frame)
         lines.append(f"{v.name} = {left} % {extent}" if place else f"{v.name} = {left}")
         left = f"{left} // {extent}"
     return [*lines, f"outer = {outer(frame)}"]

@@ -10,9 +10,9 @@ Each element of the tensor is the sum of those of its places, in a fixed order.
 from __future__ import annotations
 
 from fusecomp.codegen.backward_frame import GradientFrame, Leaf
-from fusecomp.codegen.backward_keys import axis_size
 from fusecomp.codegen.backward_pairs import direct, kept_axes, whole
 from fusecomp.codegen.printer import Names, triton_text
+from fusecomp.codegen.program import factor
 from fusecomp.ir.expr import Const, Expr, Var, variables
 
 Lines = list[str]
@@ -29,7 +29,7 @@ def axes(frame: GradientFrame, leaf: Leaf) -> tuple[Var, ...]:
 
 def memory(frame: GradientFrame, leaf: Leaf, parts: str = "") -> Lines:
     """load0_sums = torch.empty(...), or the gradient itself where one part is all of it."""
-    sizes = ", ".join([*([parts] if parts else []), *(axis_size(frame, v) for v in axes(frame, leaf))])
+    sizes = ", ".join([*([parts] if parts else []), *(factor(v.size, frame) for v in axes(frame, leaf))])
     made, name = f"{leaf.name}_sums = torch.empty({sizes}, {FLOATS})", leaf.load.tensor
     if not (parts and like_its_sums(frame, leaf)):
         return [made]

@@ -59,11 +59,10 @@ def mathematics(region: AttentionRegion) -> list[str]:
 def tensors(region: AttentionRegion, beside_out: str = "") -> list[str]:
     """Name, shape and dtype of each tensor that the kernels read or write."""
     lengths = {v.name: v.size for v in (*region.batch, region.q_idx, region.dv)}
-    named = {"q_idx": region.q_idx.size, "dv": region.dv.size, **lengths}
     return [
         "Tensors; strides and lengths are arguments, so that one compiled kernel serves all:",
         *(_row(o.name, o.shape, o.dtype) + _called(o) for o in region.operands),
-        _row("out", [named[axis] for axis in region.out_axes], region.out_dtype) + beside_out,
+        _row("out", [lengths[axis] for axis in region.out_axes], region.out_dtype) + beside_out,
     ]
 
 

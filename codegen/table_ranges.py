@@ -22,6 +22,7 @@ from fusecomp.codegen.printer import Names, atom, triton_text
 from fusecomp.codegen.program import decoded, factor
 from fusecomp.codegen.skeletons import fill
 from fusecomp.codegen.table import LARGER, TableFrame, table
+from fusecomp.codegen.visited import HEAD, pitch
 from fusecomp.ir import data
 from fusecomp.ir.algebra import apply
 from fusecomp.ir.expr import Expr, Load, Var, dtype_kind, variables
@@ -70,7 +71,7 @@ def «name»(
         unlike = tl.max(before, axis=0)
     begin = tl.minimum(begin, end)
     full_end = tl.where(length > 0, full_end, begin)  # an empty run at the beginning where there is none
-    tiles = tiles_ptr + row * (5 + 2 * «own_block»)
+    tiles = tiles_ptr + row * («pitch»)
     tl.store(tiles, begin * «block»)
     tl.store(tiles + 1, (full_end - length) * «block»)
     tl.store(tiles + 2, full_end * «block»)
@@ -102,8 +103,8 @@ run_last = tl.where(length > 0, tl.maximum(run_last, full_end * «block» - 1), 
 in_runs = tl.sum(number, axis=1) + length * «block» == tl.maximum(run_last + 1 - run_first, 0)
 beside = tl.arange(0, «own_block»)
 tl.store(tiles + 4, tl.min(in_runs.to(tl.int32), axis=0))
-tl.store(tiles + 5 + beside, run_first)
-tl.store(tiles + 5 + «own_block» + beside, run_last)
+tl.store(tiles + «head» + beside, run_first)
+tl.store(tiles + «head» + «own_block» + beside, run_last)
 '''
 
 HOST = '''\
@@ -183,6 +184,7 @@ def _kernel(frame: TableFrame, side: Side) -> tuple[str, list[str]]:
 
     return function(frame, KERNEL, side.kernel, {
         "own_size": triton_text(side.own.size, frame.names), "own_block": side.block(side.own),
+        "pitch": pitch(side.block(side.own)),
         "size": triton_text(side.other.size, frame.names), "block": side.block(side.other),
         "axes": _decoded(frame),
         "own": [line for x in of_own for line in _read(frame, side, x, ends[x], "own", "0")],
@@ -204,8 +206,10 @@ def _runs(frame: TableFrame, side: Side, read: Sequence[Load]) -> Lines:
         names[x] = f"({stem}{placed} != 0)" if dtype_kind(x.dtype) == "bool" else f"{stem}{placed}"
     keep = reduce(lambda a, b: apply("and", a, b), data.seen(side.region))
     size, block = triton_text(side.other.size, frame.names), side.block(side.other)
-    text = fill(RUNS, {"own_block": side.block(side.own), "size": size, "block": block, "pairs": lines,
-                       "keep": f"({triton_text(keep, Names(names))})", "step": str(STEP)})  # fmt: skip
+    text = fill(RUNS, {
+        "own_block": side.block(side.own), "size": size, "block": block, "step": str(STEP), "head": str(HEAD),
+        "pairs": lines, "keep": f"({triton_text(keep, Names(names))})",
+    })  # fmt: skip
     return text.splitlines()
 
 
@@ -273,7 +277,7 @@ def _host(frame: TableFrame, side: Side, params: list[str], blocks: dict[str, in
         "name": side.name,
         "what": "The keys that each tile of queries visits" if keys else "The queries that visit each tile of keys",
         "axes": " ".join([*(v.name for v in made.axes), "query tiles" if keys else "key tiles"]),
-        "pitch": str(5 + 2 * blocks[side.block(side.own)]),
+        "pitch": str(HEAD + 2 * blocks[side.block(side.own)]),
         "unpack": by_name(made.tensors if data.reads(side.region) else (), made.sizes),
         "rows": " * ".join([*axes, rounded_up(own, str(blocks[side.block(side.own)]))]),
         "launch": [f"{side.kernel}[(rows,)](", *("    " + x for x in wrapped([*given, f"num_warps={WARPS}"], 8)), ")"],

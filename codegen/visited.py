@@ -16,6 +16,13 @@ from fusecomp.ir.algebra import apply
 from fusecomp.ir.expr import Expr, Var
 
 Lines = list[str]
+HEAD = 5
+"""Numbers of a row before the first and the last of each query."""
+
+
+def pitch(block: str) -> str:
+    """Numbers of a row, for a block of so many queries."""
+    return f"{HEAD} + 2 * {block}"
 
 
 def row_of(frame: Frame) -> str:
@@ -41,7 +48,7 @@ def _row(frame: Frame, size: str, start: str, block: str, of: str) -> Lines:
     row, tile = row_of(frame), f"{start} // {block}"
     place = f"({row} * tl.cdiv({size}, {block}) + {tile})" if row else tile
     return [
-        f"tiles = tiles_ptr + {place} * (5 + 2 * {block})",
+        f"tiles = tiles_ptr + {place} * ({pitch(block)})",
         f"{of}_begin = tl.load(tiles)",
         f"{of}_end = tl.load(tiles + 3)",
     ]
@@ -64,8 +71,8 @@ def query_runs() -> Lines:
 def _runs(what: str, row: str, block: str) -> Lines:
     return [
         f"in_runs = tl.load(tiles + 4) > 0  # whether each {what}, from a first to a last",
-        f"run_first = tl.load(tiles + 5 + {row})",
-        f"run_last = tl.load(tiles + 5 + {block} + {row})",
+        f"run_first = tl.load(tiles + {HEAD} + {row})",
+        f"run_last = tl.load(tiles + {HEAD} + {block} + {row})",
     ]
 
 

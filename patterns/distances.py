@@ -3,9 +3,9 @@
     cosine_similarity(x, y)     sum_d (x / |x|) (y / |y|)
     cdist(x, y)^2               |x|^2 + |y|^2 - 2 sum_d x y
 
-The second only where PyTorch itself takes cdist by that product: what sums (x - y)^2 loses nothing
-where |x - y| is small beside |x| and |y|. It may come out a little below 0, so it is written only where nothing but a
-sum, a scale or a mask lies between it and the exponential.
+The second only where PyTorch itself takes cdist by that product: what sums (x - y)^2 loses nothing where |x - y| is
+small beside |x| and |y|. It may come out a little below 0, so it is written only where nothing but a sum, a scale or a
+mask lies between it and the exponential.
 """
 
 from __future__ import annotations
@@ -32,8 +32,6 @@ LINEAR = {
 """What may stand between a squared distance and the exponential."""
 ENDS = {*ANCHORS, "log_softmax", "logsumexp", "amax", "max", "detach"}
 """Where it ends."""
-
-
 IF_LONG, ALWAYS, LONG = 0, 1, 25
 """Modes of cdist: by a product where a side has more rows than so many, or always."""
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -37,17 +38,13 @@ def draw(
     """One random tensor per operand. Integers reach from 0 to N, or less far where they index a tensor and would leave
     it; from 1 on where 0 does too. Raises VerificationError where no such integers are found."""
     names, most = [o.name for o in region.operands], max([*sizes.values(), 2]) + 1
-    compared, truths, far = dict(compared_with(region)), frozenset(complemented(region)), frozenset(divisors(region))
-    labels, lengths = frozenset(alike(region)), frozenset(kept_above(region))
+    compared = dict(compared_with(region))
     quantised = {a.operand for p in region.products for a in (p.k, region.v)}
     spans = {n: FEW if n in quantised else range(most) for n in names}
     while True:
         generator = torch.Generator(device=device).manual_seed(seed)
         tensors = [_draw(e, spans[n], compared.get(n), generator, device) for n, e in zip(names, examples, strict=True)]
-        tensors = [truth(x, generator) if n in truths else x for n, x in zip(names, tensors, strict=True)]
-        tensors = [label(x) if n in labels else x for n, x in zip(names, tensors, strict=True)]
-        tensors = [off_zero(x) if n in far else x for n, x in zip(names, tensors, strict=True)]
-        tensors = [positive(x) if n in lengths else x for n, x in zip(names, tensors, strict=True)]
+        tensors = meant(region, tensors, generator)
         wild = leaving(region, tensors, sizes)
         if not wild:
             return hidden(region, tensors)
@@ -55,6 +52,21 @@ def draw(
         if not any(closer.values()):
             raise VerificationError(f"no random values of {', '.join(sorted(wild))} stay inside the tensor they index")
         spans |= {n: span for n, span in closer.items() if span}
+
+
+def meant(region: AttentionRegion, tensors: Sequence[Tensor], generator: torch.Generator) -> list[Tensor]:
+    """The same, as what the region uses each for: truth values, labels, what is divided by, lengths."""
+    uses: tuple[tuple[Iterator[str], Callable[[Tensor], Tensor]], ...] = (
+        (complemented(region), partial(truth, generator=generator)),
+        (alike(region), label),
+        (divisors(region), off_zero),
+        (kept_above(region), positive),
+    )
+    made = list(tensors)
+    for found, change in uses:
+        names = frozenset(found)
+        made = [change(x) if o.name in names else x for o, x in zip(region.operands, made, strict=True)]
+    return made
 
 
 def nearer(span: range, most: int) -> range:

@@ -120,8 +120,9 @@ def example(match: Match, sizes: Mapping[str, int], device: torch.device) -> Dra
 
 def drawn_inside(match: Match, sizes: Mapping[str, int], device: torch.device) -> list[Tensor]:
     """Random operands of which the graph's own nodes read nothing outside of a tensor. Raises VerificationError."""
+    examples = layout.examples(match)
     for seed in range(SEEDS):
-        tensors = draw(match.region, layout.examples(match), sizes, device, seed)
+        tensors = draw(match.region, examples, sizes, device, seed)
         if inside(match, tensors):
             return tensors
     raise VerificationError("no random integers were found that index no tensor of the graph outside of it")

@@ -20,6 +20,7 @@ from torch.fx import Node
 
 from fusecomp.codegen.source import KernelSource
 from fusecomp.codegen.table import table
+from fusecomp.codegen.visited import HEAD
 from fusecomp.errors import KernelError
 from fusecomp.graph.facts import storage, value, written_arguments
 from fusecomp.running.calls import as_given, fixed, replayed
@@ -54,7 +55,7 @@ def launcher(module: ModuleType, source: KernelSource) -> Launch:
 def shape_of(axes: Sequence[int], lengths: Sequence[int], block_m: int, block_n: int) -> list[int]:
     """[rows, 4 + whole key tiles]; `block_n` is 0 where the table has ranges."""
     m, n = lengths
-    return [math.prod(axes) * ((m + block_m - 1) // block_m), 4 + n // block_n if block_n else 5 + 2 * block_m]
+    return [math.prod(axes) * ((m + block_m - 1) // block_m), 4 + n // block_n if block_n else HEAD + 2 * block_m]
 
 
 def visit(
