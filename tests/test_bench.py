@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Sequence
 from itertools import groupby
 from types import SimpleNamespace
@@ -62,14 +63,13 @@ def test_flex_attention_is_told_the_same_attention(case: Case, monkeypatch: pyte
 def test_what_is_exact_is_the_whole_programs_in_float64(case: Case) -> None:
     with torch.set_grad_enabled(case.learns):
         x = inputs.draw(case, CPU)
-        q, k, v, *extra = (t.detach().double() if t.is_floating_point() else t for t in x.all)
-        if case.learns:
-            q, k, v = (t.requires_grad_() for t in (q, k, v))
+        q, k, v, *extra = (inputs._wide(t, t.requires_grad) for t in x.all)
         whole = Inputs(q, k, v, tuple(extra), None if x.grad is None else x.grad.double())
         results = inputs.run(case, whole, lambda: case.variant.fn(*whole.all))()
         parts = inputs.exact(case, x)
         assert all(r.dtype == torch.float64 for part in parts for r in part.results)
-        assert all(len(part.results) == (4 if case.learns else 1) for part in parts)
+        gradients = 3 + case.variant.learned if case.learns else 0
+        assert all(len(part.results) == len(results) == 1 + gradients for part in parts)
         assert inputs.error(results, parts) < 1e-12
 
 
@@ -206,13 +206,23 @@ def test_the_middle_and_where_nine_tenths_lie() -> None:
     assert timing.summary("burst", [3.0]) == Timing("burst", 3.0, 3.0, 3.0, 1)
 
 
-def test_peers_take_turns_in_both_orders() -> None:
+def test_peers_take_turns_in_both_orders(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(timing, "FAR", float("inf"))
     order: list[str] = []
     launches = {name: Launch(lambda name=name: order.append(name)) for name in "abc"}
     found = timing.times(launches, Protocol("sustained", 0.0, 0.0, 0.001), CPU)
     assert [name for name, _ in groupby(order)] == ["a", "b", "c", "b", "a"]
     assert list(found) == ["a", "b", "c"]
     assert all(t.count >= 6 for t in found.values())
+
+
+def test_who_is_far_behind_takes_one_turn() -> None:
+    order: list[str] = []
+    takes = {"slow": 0.02, "near": 0.006, "best": 0.004}
+    launches = {n: Launch(lambda n=n, s=s: (order.append(n), time.sleep(s))) for n, s in takes.items()}
+    found = timing.times(launches, Protocol("sustained", 0.0, 0.0, 0.001), CPU)
+    assert [name for name, _ in groupby(order)] == ["slow", "near", "best", "near"]
+    assert [found[name].count for name in takes] == [3, 6, 6]
 
 
 def test_a_launch_of_many_is_divided(monkeypatch: pytest.MonkeyPatch) -> None:

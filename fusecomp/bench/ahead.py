@@ -48,7 +48,7 @@ Task = tuple[Case, Peer]
 def waiting(cases: Sequence[Case], peers: Sequence[Peer]) -> list[Task]:
     """What no run has compiled yet, what takes longest first. From here on Triton keeps its kernels in one place."""
     os.environ.setdefault("TRITON_CACHE_DIR", str(cache.directory("triton")))
-    asked = [(case, peer) for case in cases for peer in peers if peer.compiles and case.mode in peer.modes]
+    asked = [(case, peer) for case in cases for peer in peers if peer.compiles and peer.times(case)]
     left = [task for task in asked if not done(*task).exists()]
     return sorted(left, key=lambda task: (not task[1].slow, not task[0].learns))
 

@@ -13,7 +13,7 @@ from fusecomp.bench.variant import VARIANTS, Shape, Variant
 from fusecomp.errors import OptionError
 
 MODES = {
-    "forward": ("burst", "sustained", "graph"),
+    "forward": ("burst", "sustained"),
     "variants": ("burst", "sustained", "graph"),
     "backward": ("burst", "sustained"),
     "small": ("sustained", "graph"),
@@ -95,14 +95,16 @@ def _forward() -> list[Case]:
 
 def _variants() -> list[Case]:
     d64, d128 = Shape(4, 16, 4096, 64), Shape(4, 16, 4096, 128)
-    names = [name for name in VARIANTS if name not in ("full", "causal", "cache", "paged")]
+    others = ("full", "causal", "cache", "paged")
+    names = [name for name, found in VARIANTS.items() if name not in others and not found.learned]
     return _cases("variants", [*((name, d64) for name in names), ("soft cap", d128)], (0, 3))
 
 
 def _backward() -> list[Case]:
     d64, d128 = Shape(4, 16, 4096, 64), Shape(4, 16, 4096, 128)
-    rows = [("causal", d128), ("full", d128), ("causal", d64), ("full", d64), ("soft cap", d64), ("ALiBi", d64)]
-    return _cases("backward", [*rows, (f"window {variants.WINDOW}", d64), ("bias", d64)], (0,))
+    rows = [("causal", d128), ("full", d128), ("causal", d64), ("full", d64)]
+    names = "soft cap", "ALiBi", f"window {variants.WINDOW}", "bias", "learned bias", "documents"
+    return _cases("backward", [*rows, *((name, d64) for name in names)], (0,))
 
 
 def _small() -> list[Case]:

@@ -13,7 +13,7 @@ from fusecomp.bench.cases import Case
 from fusecomp.bench.timing import cold
 
 Results = tuple[Tensor, ...]
-"""The output; in training also the gradients of Q, K and V."""
+"""The output; in training also the gradients of Q, K and V, and of what else learns."""
 Attend = Callable[[], Tensor]
 Run = Callable[[], Results]
 TOLERANCE = {torch.bfloat16: 0.02, torch.float16: 0.005, torch.float32: 1e-4}
@@ -35,6 +35,11 @@ class Inputs:
     def all(self) -> tuple[Tensor, ...]:
         return self.q, self.k, self.v, *self.extra
 
+    @property
+    def learn(self) -> tuple[Tensor, ...]:
+        """Those that have a gradient."""
+        return tuple(t for t in self.all if t.requires_grad)
+
     @cached_property
     def gathered(self) -> tuple[Tensor, Tensor]:
         """Dense K and V of pages, [B, Hkv, N, D], by as many keys as the longest request has."""
@@ -53,6 +58,8 @@ def draw(case: Case, device: torch.device) -> Inputs:
     """Normal random numbers."""
     s = case.shape
     extra = case.variant.extra(s, device)
+    if case.learns and case.variant.learned:
+        extra = tuple(t.requires_grad_() for t in extra)
     keys = (s.b, s.key_heads, s.n, s.d)
     if s.page:
         keys = (sum(-(-n // s.page) for n in s.held), s.page, s.key_heads, s.d)
@@ -68,7 +75,7 @@ def run(case: Case, x: Inputs, attend: Attend) -> Run:
 
     def step() -> Results:
         out = attend()
-        return (out, *torch.autograd.grad(out, (x.q, x.k, x.v), x.grad))
+        return (out, *torch.autograd.grad(out, x.learn, x.grad))
 
     return step
 
@@ -86,7 +93,8 @@ class Exact:
 
 
 def exact(case: Case, x: Inputs) -> list[Exact]:
-    """The first and the last group of heads of the first and the last request."""
+    """The first and the last group of heads of the first and the last request; of all requests together where they
+    share what learns."""
     return [_exact(case, part, at) for part, at in (_pages if case.shape.page else _heads)(case, x)]
 
 
@@ -97,16 +105,21 @@ def _exact(case: Case, x: Inputs, at: tuple[tuple[slice, slice], ...]) -> Exact:
 def _heads(case: Case, x: Inputs) -> Iterator[tuple[Inputs, tuple[tuple[slice, slice], ...]]]:
     s = case.shape
     group = s.h // s.key_heads
+    shared = any(e.requires_grad and len(e) == 1 for e in x.extra)
     for b, head in sorted({(0, 0), (s.b - 1, s.key_heads - 1)}):
         row, key, query = slice(b, b + 1), slice(head, head + 1), slice(head * group, (head + 1) * group)
-        extra = tuple(_wide(e[_if_many(e, 0, row)][:, _if_many(e, 1, query)]) for e in x.extra)
+        row = slice(None) if shared else row
+        places = [_where_many(e, row, query) for e in x.extra]
+        extra = tuple(_wide(e[at], e.requires_grad) for e, at in zip(x.extra, places, strict=True))
         q, k, v = (_wide(t[row, heads], case.learns) for t, heads in ((x.q, query), (x.k, key), (x.v, key)))
         grad = _wide(x.grad[row, query]) if x.grad is not None else None
-        yield Inputs(q, k, v, extra, grad), ((row, query), (row, query), (row, key), (row, key))
+        learned = [at for e, at in zip(x.extra, places, strict=True) if e.requires_grad]
+        yield Inputs(q, k, v, extra, grad), ((row, query), (row, query), (row, key), (row, key), *learned)
 
 
-def _if_many(x: Tensor, axis: int, part: slice) -> slice:
-    return part if x.shape[axis] > 1 else slice(None)
+def _where_many(x: Tensor, row: slice, head: slice) -> tuple[slice, slice]:
+    """Those of its requests and heads, or the only one."""
+    return row if x.shape[0] > 1 else slice(None), head if x.shape[1] > 1 else slice(None)
 
 
 def _pages(case: Case, x: Inputs) -> Iterator[tuple[Inputs, tuple[tuple[slice, slice], ...]]]:

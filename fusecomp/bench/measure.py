@@ -48,7 +48,7 @@ class Entrant:
 
 def steps(cases: Sequence[Case], peers: Sequence[Peer]) -> int:
     """How often a run says what it does."""
-    return sum(1 + sum(case.mode in peer.modes for peer in peers) for case in cases)
+    return sum(1 + sum(peer.times(case) for peer in peers) for case in cases)
 
 
 def records(
@@ -78,7 +78,7 @@ def measured(
     reset()
     roofs, clock = _roofs(case, bench, known), Clock(bench.device)
     try:
-        work, rows = _measured(case, [p for p in peers if case.mode in p.modes], bench, say, clock)
+        work, rows = _measured(case, [p for p in peers if p.times(case)], bench, say, clock)
     except torch.OutOfMemoryError as problem:
         work, rows = 0.0, (Row("the inputs", problem=said(problem)),)
     if bench.gpu:

@@ -24,8 +24,6 @@ from fusecomp.errors import OptionError
 Bind = Callable[[Inputs], Attend | None]
 """None where the peer cannot say the variant."""
 INFERENCE = tuple(mode for mode in MODES if mode != "backward")
-MASKED = ("forward", "variants")
-"""Modes in which making a mask anew is of interest."""
 
 
 @dataclass(frozen=True)
@@ -45,6 +43,10 @@ class Peer:
     def missing(self) -> str:
         """Why it cannot run here; empty if it can."""
         return f"{self.name}: {lack}" if (lack := self.lacks()) else ""
+
+    def times(self, case: Case) -> bool:
+        """Whether it is asked. A backward pass is tuned for minutes: not where libraries are ahead of it anyway."""
+        return case.mode in self.modes and not (self.slow and case.learns and case.variant.plain)
 
     @property
     def compiles(self) -> bool:
@@ -182,7 +184,7 @@ PEERS = (
     Peer("aot_eager", partial(compiled, backend="aot_eager"), devices=("cpu",)),
     Peer("FlexAttention", flex),
     Peer("FlexAttention autotuned", partial(flex, mode="max-autotune-no-cudagraphs"), slow=True),
-    Peer("FlexAttention + its mask", partial(flex, each_time=True), MASKED, slow=True),
+    Peer("FlexAttention + its mask", partial(flex, each_time=True), ("variants",), slow=True),
     Peer("SDPA flash", partial(sdpa, SDPBackend.FLASH_ATTENTION)),
     Peer("SDPA cuDNN", partial(sdpa, SDPBackend.CUDNN_ATTENTION)),
     Peer("SDPA efficient", partial(sdpa, SDPBackend.EFFICIENT_ATTENTION)),

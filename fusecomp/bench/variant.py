@@ -47,6 +47,10 @@ class Shape:
 Draw = Callable[[Shape, torch.device], tuple[Tensor, ...]]
 
 
+def _nothing(*_: Any) -> tuple[Tensor, ...]:
+    return ()
+
+
 @dataclass(frozen=True)
 class Variant:
     """One attention: the program, its further inputs, and how the peers say it (None: they cannot)."""
@@ -59,13 +63,16 @@ class Variant:
     """What FlexAttention's result and log-sum-exp become."""
     sdpa: Callable[..., dict[str, Any] | None] | None
     fa3: Mapping[str, Any] | None
+    learned: bool
+    """Whether its further inputs have gradients in training."""
+
+    @property
+    def plain(self) -> bool:
+        """Every library has kernels for it."""
+        return self.sdpa is not None and self.extra is _nothing
 
 
 VARIANTS: dict[str, Variant] = {}
-
-
-def _nothing(*_: Any) -> tuple[Tensor, ...]:
-    return ()
 
 
 def variant(
@@ -76,11 +83,12 @@ def variant(
     after: Callable[..., Tensor] | None = None,
     sdpa: Callable[..., dict[str, Any] | None] | None = None,
     fa3: Mapping[str, Any] | None = None,
+    learned: bool = False,
 ) -> Callable[[Callable[..., Tensor]], Callable[..., Tensor]]:
     """Enter a plain function among the variants."""
 
     def enter(fn: Callable[..., Tensor]) -> Callable[..., Tensor]:
-        VARIANTS[name] = Variant(name, fn, extra, flex, after, sdpa, fa3)
+        VARIANTS[name] = Variant(name, fn, extra, flex, after, sdpa, fa3, learned)
         return fn
 
     return enter

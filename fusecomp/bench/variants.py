@@ -65,7 +65,12 @@ def _biased(_: Shape, bias: Tensor) -> Mods:
     return lambda s, b, h, q, kv: s + bias[0, h, q, kv], None
 
 
-@variant("bias", extra=_table, flex=_biased, sdpa=lambda shape, bias: {"attn_mask": bias.expand(shape.b, -1, -1, -1)})
+def _given(shape: Shape, table: Tensor) -> dict[str, Any]:
+    return {"attn_mask": table.expand(shape.b, -1, -1, -1)}
+
+
+@variant("bias", extra=_table, flex=_biased, sdpa=_given)
+@variant("learned bias", extra=_table, flex=_biased, sdpa=_given, learned=True)
 def biased(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Tensor:
     return weights(scores(q, k) + bias, q) @ grouped(v, q)
 
@@ -78,6 +83,21 @@ def _in_window(*_: Any) -> Mods:
 def window(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     i, j = places(q, k)
     return weights(seen(scores(q, k), (j <= i) & (i - j < WINDOW)), q) @ grouped(v, q)
+
+
+def _kept(shape: Shape, device: torch.device) -> tuple[Tensor, ...]:
+    """A causal mask in memory that leaves out a tenth of the pairs, [1, 1, M, N]; a query sees its own key."""
+    kept = torch.rand(1, 1, shape.queries, shape.n, device=device) < 0.9
+    return (kept.tril_() | torch.eye(shape.queries, shape.n, device=device, dtype=torch.bool),)
+
+
+def _is_kept(_: Shape, mask: Tensor) -> Mods:
+    return None, lambda b, h, q, kv: mask[0, 0, q, kv]
+
+
+@variant("boolean mask", extra=_kept, flex=_is_kept, sdpa=_given)
+def masked(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+    return weights(seen(scores(q, k), mask), q) @ grouped(v, q)
 
 
 def _labels(shape: Shape, device: torch.device) -> tuple[Tensor, ...]:
