@@ -14,7 +14,7 @@ from torch import Tensor
 from fusecomp.errors import VerificationError
 from fusecomp.patterns.build import Match
 from fusecomp.running import inputs
-from fusecomp.running.subgraph import inside
+from fusecomp.running.subgraph import Run, inside, run_original
 from fusecomp.running.verify import drawn_inside
 
 SIZES = {"B": 2, "H": 3, "M": 13, "N": 21}
@@ -119,3 +119,26 @@ def test_lengths_that_are_kept_above_a_number_are_positive() -> None:
     drawn = [x for x in operands(match, SIZES) if x.shape[-1] == 1]
     assert len(drawn) == 2
     assert all(x.min() > 0 for x in drawn)
+
+
+def test_what_a_program_has_read_for_the_last_time_is_not_kept() -> None:
+    def fn(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        s = scores(q, k)
+        weights = (s - s.amax(-1, True)).exp()
+        return weights / weights.sum(-1, True) @ v
+
+    q, k, v = draw()
+    (match,) = candidates(fn, q, k, v)
+    held: list[int] = []
+
+    class Watched(Run):
+        def call(self, node: object) -> object:
+            found = super().call(node)  # type: ignore[arg-type]
+            held.append(sum(isinstance(x, Tensor) and x.shape[-2:] == (13, 21) for x in self.env.values()))
+            return found
+
+    run = Watched(match, None, q.device, dict(zip(match.inputs, (q, k, v), strict=True)))
+    torch.testing.assert_close(run.value(match.output, run.readers(match.output)), fn(q, k, v))
+    assert set(run.env) == {match.output}
+    assert max(held) <= 2
+    torch.testing.assert_close(run_original(match, [q, k, v], torch.float64), fn(q.double(), k.double(), v.double()))

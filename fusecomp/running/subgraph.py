@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,7 +29,8 @@ def run_original(
     shape; it stands as zeros.
     """
     env = {n: _as(x, dtype) for n, x in zip(match.inputs, inputs, strict=True)}
-    found: Tensor = Run(match, dtype, inputs[0].device, env).value(result or match.output)
+    run, last = Run(match, dtype, inputs[0].device, env), result or match.output
+    found: Tensor = run.value(last, run.readers(last))
     return found
 
 
@@ -42,9 +44,10 @@ class Run:
     env: dict[Node, Any]
     """The value of each node that is known."""
 
-    def value(self, result: Node) -> Any:
-        """The value of a node, after those above it: not recursively, as a path may be deeper than Python's stack."""
-        stack = [result]
+    def value(self, result: Node, readers: Mapping[Node, int] | None = None) -> Any:
+        """The value of a node, after those above it: not recursively, as a path may be deeper than Python's stack.
+        What all of its `readers` have read is not kept: as eager, so that no more memory is taken than it takes."""
+        stack, left = [result], Counter(readers or {})
         while stack:
             node = stack[-1]
             if node in self.env:
@@ -55,7 +58,20 @@ class Run:
                 stack += waiting
             else:
                 self.env[node] = self.call(node)
+                left.subtract(node.all_input_nodes)
+                for x in node.all_input_nodes:
+                    if left[x] == 0:
+                        del self.env[x]
         return self.env[result]
+
+    def readers(self, result: Node) -> Counter[Node]:
+        """How many of the nodes that `result` is made of read each of them."""
+        made = [n for n in reach([result], self.reads) if self.reads(n)]
+        return Counter(x for n in made for x in self.reads(n))
+
+    def reads(self, node: Node) -> list[Node]:
+        """What a node is made of here; nothing where its value is known or lent."""
+        return node.all_input_nodes if node not in self.env and self.computed(node) else []
 
     def computed(self, node: Node) -> bool:
         val = node.meta.get("val")
