@@ -4,11 +4,11 @@
     python examples/bench/compile_time.py [OUT.json] [--device cuda] [--layers 32] [--attention eager] [--train]
     python examples/bench/compile_time.py [OUT.json] --variant causal [--head-size 128] [--train]
 
-One JSON row: seconds of the whole first call, of fusecomp's own (its import, which PyTorch's own is not counted with;
-reading the graph, planning, generating, compiling and verifying kernels), of Inductor's (none where nothing is left for
-it), and fusecomp's share of Inductor's; attentions found and fused, kernels generated. With `--caches DIR` fusecomp's
-and Triton's are kept there: a second run is what a second process takes. `--clock cpu` counts the processor time of
-this process instead, for machines that others use too.
+One JSON row, added to those of a record that is there: seconds of the whole first call, of fusecomp's own (its import,
+which PyTorch's own is not counted with; reading the graph, planning, generating, compiling and verifying kernels), of
+Inductor's (none where nothing is left for it), and fusecomp's share of Inductor's; attentions found and fused, kernels
+generated. With `--caches DIR` fusecomp's and Triton's are kept there: a second run is what a second process takes.
+`--clock cpu` counts the processor time of this process instead, for machines that others use too.
 """
 
 from __future__ import annotations
@@ -77,7 +77,6 @@ def measure(chosen: argparse.Namespace) -> dict[str, Any]:
     """Compile and run once; what it cost."""
     import torch
     import torch._dynamo
-    import triton
     from torch._inductor import compile_fx
 
     now, device, train = CLOCKS[chosen.clock], chosen.device, chosen.train
@@ -104,14 +103,38 @@ def measure(chosen: argparse.Namespace) -> dict[str, Any]:
     what = {"variant": chosen.variant, "head_size": chosen.head_size} if chosen.variant else {
         "layers": chosen.layers, "attention": chosen.attention}  # fmt: skip
     return {
-        **what, "device": torch.cuda.get_device_name() if device == "cuda" else platform.machine(),
-        "train": train, "clock": chosen.clock, "torch": torch.__version__, "triton": triton.__version__,
-        "date": datetime.now(UTC).date().isoformat(), "caches": "warm" if warm else "cold", "whole_s": round(whole, 2),
+        **what, "train": train, "clock": chosen.clock, "caches": "warm" if warm else "cold", "whole_s": round(whole, 2),
         "import_s": round(imported, 2), "fusecomp_s": round(own.seconds, 2), "inductor_s": round(inductor.seconds, 2),
         "share_of_inductor": round(own.seconds / inductor.seconds, 4) if inductor.seconds else None,
         "share_of_the_rest": round(own.seconds / (whole - own.seconds), 4),
         **fusecomp.counters(), "kernels": len(operator.KERNELS),
     }  # fmt: skip
+
+
+def about(device: str) -> dict[str, str]:
+    """The device, the versions and the date."""
+    import torch
+    import triton
+
+    return {
+        "device": torch.cuda.get_device_name() if device == "cuda" else platform.machine(), "torch": torch.__version__,
+        "triton": triton.__version__, "date": datetime.now(UTC).date().isoformat(),
+    }  # fmt: skip
+
+
+def added(path: Path, machine: dict[str, str], row: dict[str, Any]) -> dict[str, Any]:
+    """The record with one more row; a new one where it is of another machine or day."""
+    found = json.loads(path.read_text()) if path.exists() else {}
+    rows = found.pop("rows", [])
+    return {**machine, "rows": [*(rows if found == machine else []), row]}
+
+
+def command(chosen: argparse.Namespace, parser: argparse.ArgumentParser) -> str:
+    """What was asked for, without the folders of a machine."""
+    asked = {n: v for n, v in vars(chosen).items() if n != "out" and v != parser.get_default(n)}
+    values = {n: "" if v is True else " FOLDER" if n == "caches" else f" {v}" for n, v in asked.items()}
+    options = [f"--{n.replace('_', '-')}{value}" for n, value in values.items()]
+    return " ".join(["python examples/bench/compile_time.py", *options])
 
 
 def main() -> None:
@@ -130,10 +153,10 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as empty:
         folder = str(chosen.caches or empty)
         os.environ |= {"FUSECOMP_CACHE_DIR": folder, "TRITON_CACHE_DIR": folder}
-        row = measure(chosen)
+        row = {"command": command(chosen, parser), **measure(chosen)}
     print(json.dumps(row, indent=1))
     if chosen.out:
-        chosen.out.write_text(json.dumps([row], indent=1) + "\n")
+        chosen.out.write_text(json.dumps(added(chosen.out, about(chosen.device), row), indent=1) + "\n")
 
 
 if __name__ == "__main__":
