@@ -15,11 +15,15 @@ import torch
 from agreement import attend, compare, copies, plain, qkv
 from torch import Tensor
 from torch._inductor import compile_fx
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
 import fusecomp
 from fusecomp import pipeline
+from fusecomp.running import visits
 from fusecomp.running.backward import gradients
+from fusecomp.running.calls import fixed
+from fusecomp.running.direct import direct
 from fusecomp.running.lower import Lowered, lower
 
 Fn = Callable[..., Any]
@@ -115,6 +119,20 @@ def test_nothing_is_compiled(name: str, learn: bool, compiled_by_inductor: list[
         same(run, fn, draw(learn), learn)
     assert fusecomp.counters()["fused"] == (2 if name == "two" else 1)
     assert not compiled_by_inductor
+
+
+def test_a_table_of_tiles_is_called_as_it_stands(monkeypatch: pytest.MonkeyPatch) -> None:
+    table, graph = torch.arange(12, dtype=torch.int32).view(2, 6), torch.fx.Graph()
+    monkeypatch.setitem(visits.TABLES, "some", lambda masks, sizes: table + masks[0].sum() + sizes[0])
+    mask, call = graph.placeholder("mask"), fixed([3], [1], [32, 32], 16, 16, "some")
+    mask.meta["val"] = FakeTensorMode().from_tensor(torch.eye(32, dtype=torch.bool))
+    made = graph.call_function(torch.ops.fusecomp.tile_visits_fixed.default, ([mask], call))
+    graph.output((made,))
+    run = direct(torch.fx.GraphModule(torch.nn.Module(), graph))
+    assert run is not None
+    assert torch.equal(run(torch.eye(32, dtype=torch.bool))[0], table + 35)
+    with pytest.raises(AssertionError):
+        run(torch.eye(31, dtype=torch.bool))
 
 
 OTHERS = torch.library.Library("test_direct", "DEF")

@@ -22,13 +22,18 @@ from torch.fx import GraphModule, Node
 from fusecomp.graph.facts import copy_of, is_getitem, value
 from fusecomp.graph.recordings import static
 from fusecomp.running.calls import attend_fixed, attend_learning, attend_recomputed, fixed
+from fusecomp.running.visits import visit_fixed
 
-CALLS = {"attention": attend_fixed, "attention_recomputed": attend_recomputed, "attention_and_lse": attend_learning}
+CALLS: dict[str, Callable[..., Any]] = {
+    "attention": attend_fixed, "attention_recomputed": attend_recomputed, "attention_and_lse": attend_learning,
+    "tile_visits": visit_fixed,
+}  # fmt: skip
 SDPA = torch.ops.aten.scaled_dot_product_attention.default
 
 
 def direct(module: GraphModule) -> Callable[..., Any] | None:
-    """What runs the graph; None where it holds more than attentions of fixed lengths and views, or is mapped over."""
+    """What runs the graph; None where it holds more than attentions of fixed lengths, the tables of the tiles that they
+    visit, and views, or is mapped over."""
     if torch._C._functorch.peek_interpreter_stack() is not None:
         return None
     made = copy_of(module)
