@@ -78,6 +78,27 @@ def test_calls_in_turn(fn: Any, portable: bool, monkeypatch: pytest.MonkeyPatch)
     assert counts["fused"] == counts["candidates"] > 0
 
 
+def documents(q: Tensor, k: Tensor, v: Tensor, labels: Tensor) -> Tensor:
+    i, j = (torch.arange(x.shape[-2], device=q.device) for x in (q, k))
+    s = q @ k.mT * q.shape[-1] ** -0.5
+    keep = (j <= i[:, None]) & (labels[:, None] == labels)
+    return s.masked_fill(~keep, float("-inf")).softmax(-1) @ v
+
+
+@pytest.mark.parametrize("learn", [False, True])
+def test_tiles_are_found_anew_at_every_call(learn: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(backend, "_inductor", None)
+    torch._dynamo.reset()
+    fusecomp.reset()
+    run = torch.compile(documents, backend="fusecomp", dynamic=False, options={"strict": True})
+    for seed in range(5):
+        torch.manual_seed(seed)
+        labels = (torch.rand(2048, device="cuda") < 0.004).cumsum(0)
+        args = draw(2048, learn)
+        right(lambda *x, of=labels: run(*x, of), lambda *x, of=labels: documents(*x, of), args)
+    assert fusecomp.counters()["fused"] == 1
+
+
 def test_a_training_step_that_a_graph_holds() -> None:
     torch._dynamo.reset()
     fusecomp.reset()
