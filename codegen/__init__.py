@@ -6,7 +6,7 @@
     tile, program, turns          what fills them: a tile of keys; which rows and tiles a program has
     decode, schedule              few queries: keys are split over programs, and their shares combined
     table*, visited               masks that are data: which tiles to visit is found at run time
-    address, memory, pages, copied, descriptors     where elements lie, and how they are loaded
+    address, memory, pages, copied, descriptors, narrow     where elements lie, and how they are loaded
     values, base2, cheaper, slope, derivative       the score and its derivative in few instructions
     functions, philox, logsumexp, bounds            what else a kernel computes
     printer, wrap                 expressions as text; long lines broken

@@ -7,7 +7,8 @@ from fusecomp.codegen.backward_frame import GradientFrame
 from fusecomp.codegen.backward_pieces import own_keys
 from fusecomp.codegen.backward_tile import rounded, scaled_by
 from fusecomp.codegen.frame import Chunk
-from fusecomp.codegen.memory import converted, output_index, varies, widened
+from fusecomp.codegen.memory import output_index, varies, widened
+from fusecomp.codegen.narrow import converted
 from fusecomp.codegen.printer import Names, triton_text
 from fusecomp.errors import KernelError
 from fusecomp.ir.expr import Expr, Load, Var, variables

@@ -13,7 +13,8 @@ from dataclasses import dataclass, replace
 
 from fusecomp.codegen.address import stride
 from fusecomp.codegen.frame import Chunk, Frame
-from fusecomp.codegen.memory import converted, key_address
+from fusecomp.codegen.memory import key_address
+from fusecomp.codegen.narrow import converted
 from fusecomp.errors import KernelError
 from fusecomp.ir.algebra import apply
 from fusecomp.ir.expr import Const, Var, text

@@ -6,10 +6,11 @@ from collections.abc import Iterable
 
 from fusecomp.codegen.address import Address, address, at_tile, sum_text
 from fusecomp.codegen.frame import Chunk, Frame
+from fusecomp.codegen.narrow import WIDENED, converted, widens
 from fusecomp.codegen.pages import KEY, looked_up, paged_address
-from fusecomp.codegen.printer import HALF, Names, triton_dtype, triton_text
+from fusecomp.codegen.printer import HALF, Names, triton_text
 from fusecomp.errors import KernelError
-from fusecomp.ir.expr import Expr, Load, Var, dtype_kind, parts, variables
+from fusecomp.ir.expr import Expr, Load, Var, parts, variables
 from fusecomp.ir.poly import Poly
 from fusecomp.ir.region import Access
 
@@ -95,21 +96,13 @@ def query_tiles(frame: Frame, whole: bool = False) -> Lines:
     return lines
 
 
-def converted(frame: Frame, operand: str, dtype: str) -> str:
-    """Rounding of an operand to the dtype that its product is computed in. Integers go by way of float32, as they do in
-    hardware; Triton's interpreter turns them into no bfloat16 otherwise."""
-    held = frame.region.operand(operand).dtype
-    whole = ".to(tl.float32)" if dtype_kind(held) == "int" and dtype != "float32" else ""
-    return f"{whole}.to({triton_dtype(dtype)})" if held != dtype else ""
-
-
 def tile_pointers(frame: Frame) -> Lines:
     """Where K, V and the loads of the score begin, and the places inside their tiles."""
     lines: Lines = []
     for t, product in enumerate(frame.region.products):
         lines += _operand_pointers(frame, f"k{t or ''}", product.k, product.d, frame.d_chunks(t), keys_first=False)
     lines += _operand_pointers(frame, "v", frame.region.v, frame.region.dv, frame.dv_chunks, keys_first=True)
-    return [*lines, *element_pointers(frame)]
+    return [*lines, *(WIDENED if widens(frame) else []), *element_pointers(frame)]
 
 
 def element_pointers(frame: Frame) -> Lines:
@@ -214,7 +207,9 @@ def key_loads(frame: Frame, edge: bool) -> Lines:
 def value_loads(frame: Frame, edge: bool) -> Lines:
     """v_tile [BLOCK_N, Dv] of each chunk."""
     cast = converted(frame, frame.region.v.operand, frame.region.pv_dtype)
-    return _loads(frame, "v", frame.region.v, frame.region.dv, frame.dv_chunks, cast, edge, keys_first=True)
+    lines = _loads(frame, "v", frame.region.v, frame.region.dv, frame.dv_chunks, cast, edge, keys_first=True)
+    names = [c.name("v_tile") for c in frame.dv_chunks if widens(frame)]
+    return [*lines, *(f"{name} = tl.where(widened, {name}, 0.0)" for name in names)]
 
 
 def _loads(

@@ -271,6 +271,21 @@ def test_the_kernels_of_decode_compile() -> None:
     assert cross_compile(source, 90, kernel="rescue").spills in (0, None)
 
 
+@pytest.mark.parametrize(("dtype", "converts"), [("float8_e4m3fn", "cvt.rn.bf16.f16"), ("int8", "cvt.rn.bf16.s")])
+def test_values_of_8_bits_are_turned_when_they_have_16(dtype: str, converts: str) -> None:
+    """Read from shared memory 16 bytes at a time, not byte by byte, and not converted where a device has few units."""
+    region = paged()
+    held = {"k_pool": dtype, "v_pool": dtype}
+    region = replace(region, operands=tuple(replace(o, dtype=held.get(o.name, o.dtype)) for o in region.operands))
+    source = emit(region, replace(tiles(region, 16, 64, "decode", pack=4), overlap=True, registers=128))
+    ptx = cross_compile(source, 90).ptx
+    assert not re.search(r"ld\.shared\.[bsu]8", ptx)
+    assert "ldmatrix.sync.aligned.m8n8.x4.trans" in ptx
+    assert converts not in ptx
+    before = replace(source, text=re.sub(r" +v_tile = tl.where\(widened.*\n", "", source.text))
+    assert re.search(r"ld\.shared\.[bsu]8", cross_compile(before, 90).ptx)
+
+
 def test_a_generated_file_checks_itself(tmp_path: Path) -> None:
     region = attention(scaled_score, causal)
     path = tmp_path / "kernel.py"
