@@ -5,7 +5,7 @@
     spellings, scalars, activations, reductions     functions of elements and of rows
     views, fetches, progressions, rounding          rearrangements, look-ups, running sums, dtypes
     weights, exponentials, normalisers, rows        the softmax in that expression, however it was spelled
-    masks, dropout, logsums             the mask in it, and what stands beside the softmax
+    masks, dropout, logsums, stops      the mask in it, what stands beside the softmax, and where gradients end
     operands, quantised, apart, naming  what Q, K, V and the others are in memory, and what they are called
     build, reasons                      the region and its binding, or why there is none
     written                             what is rewritten before any of this, each in a module of its own:

@@ -12,7 +12,7 @@ from fusecomp.graph.facts import dtype, op_name, place, reach, storage, written_
 from fusecomp.graph.learning import cut, learns, records
 from fusecomp.ir.algebra import ZERO, apply, const
 from fusecomp.ir.expr import Const, Expr, Largest, Load, Reduce, Score, Var, parts, variables
-from fusecomp.ir.region import AttentionRegion, Product
+from fusecomp.ir.region import AttentionRegion, Operand, Product
 from fusecomp.patterns import dropout
 from fusecomp.patterns.lift import Decline, Lift, Outside
 from fusecomp.patterns.logsums import MAXIMA, LogSum, check_shifts, leading_to_sums, with_readers
@@ -20,6 +20,7 @@ from fusecomp.patterns.masks import Masked, sees_a_key, sees_nothing, split, wit
 from fusecomp.patterns.naming import Lengths, Naming, SizeSource, memory_order, operand_names
 from fusecomp.patterns.products import Found, Pair, score_products, value_access
 from fusecomp.patterns.reasons import NEW_TENSOR, ON_ITS_OWN, ONE_FACTOR, called
+from fusecomp.patterns.stops import stopped
 from fusecomp.patterns.weights import ADRIFT, OTHER_ZEROS, Weights
 
 
@@ -46,6 +47,8 @@ class Match:
     """Nodes that hold the log-sum-exp of the scores, and that something outside reads."""
     reader: Node | None = None
     """What reads a log-sum-exp before the output is due: the kernel must then be called before it."""
+    stopped: frozenset[str] = frozenset()
+    """Operands that learn, but not from this: no gradient flows back to them."""
 
     @property
     def place(self) -> Node:
@@ -60,9 +63,13 @@ class Match:
     @property
     def learned(self) -> frozenset[str]:
         """The operands whose gradient will be asked for: none under no_grad."""
-        pairs = zip(self.region.operands, self.inputs, strict=True)
-        wanted = (o.name for o, n in pairs if learns(n) and n.meta["val"].is_floating_point())
-        return frozenset(wanted) if records(self.output) else frozenset()
+        wanted = {o.name for o, n in self.operands if learns(n) and n.meta["val"].is_floating_point()}
+        return frozenset(wanted - self.stopped) if records(self.output) else frozenset()
+
+    @property
+    def operands(self) -> tuple[tuple[Operand, Node], ...]:
+        """Each operand of the region, and the node that holds it."""
+        return tuple(zip(self.region.operands, self.inputs, strict=True))
 
 
 def build(lift: Lift, found: Found, anchor: Node, shared: Container[Node] = ()) -> Match:
@@ -91,12 +98,13 @@ def build(lift: Lift, found: Found, anchor: Node, shared: Container[Node] = ()) 
     interior, sums = closed_interior(lift, made, set(names), found, shared)
     early = first_reader(lift, found.output, sums)
     check_time(lift, names, found, early)
-    for result in (found.output, *(s.node for s in sums if learns(s.node))):
-        check_gradient(made, interior, result)
     check_shifts(interior, sums)
     check_largest(found, scores, interior, sums)
     match = bind(lift, found, scores, products, v, names, interior, anchor)
-    return with_sums(lift, match, sums, early) if sums else match
+    match = with_sums(lift, match, sums, early) if sums else match
+    results = [found.output, *(s.node for s in sums if learns(s.node))]
+    still = stopped(made, interior, match.path, match.inputs, results)
+    return replace(match, stopped=frozenset(o.name for o, n in match.operands if n in still))
 
 
 def check_free(weights: Weights, products: dict[Load, Pair], key: str) -> None:
@@ -150,19 +158,6 @@ USE_ONCE = (
 RETURN_LESS = (
     "return them only where they are needed; a graph break while a variable still holds them makes them an output too"
 )
-
-
-def check_gradient(products: list[Node], interior: tuple[Node, ...], result: Node) -> None:
-    """The kernel's gradient is that of the whole formula. Raises Decline where the graph's stops on the way."""
-    if not records(result):
-        return
-    inside = {n for n in interior if op_name(n) not in MAXIMA}
-    scores = reach([n for n in products if n in inside], lambda n: inside.intersection(n.users))
-    weights = reach([result], lambda n: inside.intersection(n.all_input_nodes))
-    for node in interior:
-        if cut(node) and node in scores and node in weights:
-            raise Decline(f"no gradient flows back through {called(node)}, as it would through fused attention", node,
-                          "detach q, k and v, or the output; or put all of it under no_grad")  # fmt: skip
 
 
 def first_reader(lift: Lift, output: Node, sums: Iterable[LogSum]) -> Node | None:

@@ -39,10 +39,40 @@ def logsumexp_detached(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return (s - s.logsumexp(-1, keepdim=True).detach()).exp() @ v
 
 
+def half_of_the_scores_detached(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    s = q @ k.mT
+    return (s + 2 * s.detach()).softmax(-1) @ v
+
+
+def weights_of_the_values_detached(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return (q @ v.mT).softmax(-1).detach() @ v + k.sum()
+
+
+def logsumexp_beside_detached_weights(q: Tensor, k: Tensor, v: Tensor) -> Any:
+    s = q @ k.mT
+    return s.softmax(-1).detach() @ v, s.logsumexp(-1)
+
+
+@pytest.mark.parametrize("fn", [scores_under_no_grad, scores_detached, weights_detached])
+def test_a_gradient_that_stops_on_all_ways_is_not_asked_for(fn: QKV) -> None:
+    agree(fn, qkv(learn=True), train=True)
+    agree(lambda q, k, v: fn(q, k, v) + q + k.sum(), qkv(learn=True), train=True)
+    agree(lambda q, k, v: fn(q, k, v.detach()) + q.sum(), qkv(learn=True), train=True)
+
+
+def test_a_bias_beside_scores_that_do_not_learn() -> None:
+    args = [*qkv(learn=True), torch.randn(3, 1, 1, requires_grad=True)]
+    agree(lambda q, k, v, bias: ((q @ k.mT).detach() * bias).softmax(-1) @ v, args, train=True)
+
+
 @pytest.mark.parametrize(
-    "fn", [scores_under_no_grad, scores_detached, weights_detached, total_detached, logsumexp_detached]
-)
-def test_a_gradient_that_stops_inside_is_left_alone(fn: QKV) -> None:
+    "fn",
+    [
+        total_detached, logsumexp_detached, half_of_the_scores_detached, weights_of_the_values_detached,
+        logsumexp_beside_detached_weights,
+    ],
+)  # fmt: skip
+def test_a_gradient_that_stops_on_some_ways_is_left_alone(fn: QKV) -> None:
     agree(fn, qkv(learn=True), fused=0, train=True)
     assert "no gradient flows back through" in reasons(fn, qkv(learn=True))[0]
     agree(fn, qkv(), fused=1)  # where nothing learns, nothing stops
@@ -69,7 +99,7 @@ def test_an_edge_of_zero_has_a_gradient(fn: Callable[..., Tensor], learn: bool, 
 
 def test_only_the_queries_learn_and_their_scores_do_not() -> None:
     q, k, v = qkv()
-    agree(lambda *a: scores_under_no_grad(*a) + a[0].sum(), [q.requires_grad_(), k, v], fused=0, train=True)
+    agree(lambda *a: scores_under_no_grad(*a) + a[0].sum(), [q.requires_grad_(), k, v], train=True)
 
 
 def maximum_detached(q: Tensor, k: Tensor, v: Tensor) -> Tensor:

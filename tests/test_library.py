@@ -58,6 +58,20 @@ def test_gradients_and_lengths(dynamic: bool) -> None:
             torch.testing.assert_close(a, b, atol=4e-2, rtol=4e-2)
 
 
+def test_queries_that_do_not_learn_from_it() -> None:
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return ((q @ k.mT) * 0.2).softmax(-1).detach() @ v + q
+
+    inputs = [torch.randn(2, 3, 40, 16, dtype=torch.bfloat16, requires_grad=True) for _ in range(3)]
+    report = explain(attend, *inputs)
+    assert [e.lowering for e in report.entries] == ["library"]
+    fast = torch.compile(attend, backend="fusecomp", options={"inner": "aot_eager", "strict": True})
+    got = torch.autograd.grad(fast(*inputs).sum(), inputs, materialize_grads=True)
+    own = torch.autograd.grad(attend(*inputs).sum(), inputs, materialize_grads=True)
+    for a, b in zip(got, own, strict=True):
+        torch.testing.assert_close(a, b, atol=4e-2, rtol=4e-2)
+
+
 @pytest.mark.parametrize(("b", "h"), [(1, 3), (3, 1), (1, 1)])
 def test_batches_and_heads_of_one(b: int, h: int) -> None:
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:

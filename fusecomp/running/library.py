@@ -23,7 +23,7 @@ from fusecomp.patterns.sdpa import FEW_QUERIES
 from fusecomp.planning.plan import plan
 from fusecomp.running.blocks import folded
 from fusecomp.running.operator import Launch
-from fusecomp.running.substitute import take_place
+from fusecomp.running.substitute import behind_stops, take_place
 
 DEVICES = ("cuda",)
 HALF = ("bfloat16", "float16")
@@ -109,4 +109,6 @@ def substitute(match: Match) -> None:
         found = attend(match.region, tensors)
         return found.squeeze(-1) if found.dim() > rank else found
 
-    take_place(match, inline(match.output, call, match.inputs))
+    with match.output.graph.inserting_before(match.output):
+        inputs = behind_stops(match, match.inputs)
+    take_place(match, inline(match.output, call, inputs))

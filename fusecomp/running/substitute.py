@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -63,9 +63,15 @@ def operands(match: Match, source: KernelSource | None, sizes: Mapping[str, Any]
         tensors = [layout.copy(n, o, match.place) for n, o in zip(tensors, layout.orders(match), strict=True)]
     if match.learned:
         tensors = [kept(n, match.place) for n in tensors]
+    tensors = behind_stops(match, tensors)
     if source is not None and source.plan.visits != "bounds":
         tensors.append(table_node(match.place, source, tensors, sizes.__getitem__))
     return tensors
+
+
+def behind_stops(match: Match, tensors: Sequence[Node]) -> list[Node]:
+    """The operands' nodes, detached where they do not learn from this."""
+    return [detached(n) if o.name in match.stopped else n for n, (o, _) in zip(tensors, match.operands, strict=True)]
 
 
 def call(graph: Graph, operation: str, tensors: list[Node], args: tuple[Any, ...]) -> Node:
@@ -99,6 +105,12 @@ def copied(node: Node) -> Node:
     new = node.graph.call_function(torch.ops.aten.clone.default, (node,))
     described(new, node)
     carry(node, new)
+    return new
+
+
+def detached(node: Node) -> Node:
+    new = node.graph.call_function(torch.ops.aten.detach.default, (node,))
+    described(new, node)
     return new
 
 

@@ -145,9 +145,10 @@ def launches(
 
 
 def held(match: Match) -> frozenset[str]:
-    """The operands whose gradients are looked at: Q, K, V, and what else learns."""
+    """The operands whose gradients are looked at: Q, K, V, and what else learns, unless a stop lies between."""
     products = match.region.products
-    return match.learned | {a.operand for p in products for a in (p.q, p.k)} | {match.region.v.operand}
+    found = match.learned | {a.operand for p in products for a in (p.q, p.k)} | {match.region.v.operand}
+    return found - match.stopped
 
 
 def log_sums(match: Match, sizes: Mapping[str, int], device: torch.device) -> Tensor:
