@@ -93,5 +93,5 @@ def _plan(plan: TilePlan) -> Iterator[str]:
 
 
 def _cost(cost: Cost) -> str:
-    takes = f"{cost.smem_bytes:,} B of shared memory, {cost.registers} registers a thread"
+    takes = f"{cost.smem_bytes:,} B of shared memory, {cost.a_thread}"
     return f"Predicted at the lengths planned for: {seconds(cost.seconds)}, bound by {cost.bound}; {takes}."

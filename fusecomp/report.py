@@ -242,7 +242,7 @@ def cost_text(cost: Cost) -> str:
     return (
         f"{seconds(cost.seconds)}, bound by {cost.bound}; {cost.flops / 1e9:.4g} GFLOP\n"
         f"HBM {size(cost.hbm_bytes)}, unfused {size(cost.unfused_hbm_bytes)} ({saved:.3g} x)\n"
-        f"shared memory {cost.smem_bytes} B, {cost.registers} registers a thread, {grid}"
+        f"shared memory {cost.smem_bytes} B, {cost.a_thread}, {grid}"
     )
 
 

@@ -80,7 +80,7 @@ def _columns(shown: Sequence[Line], narrow: bool) -> Iterator[tuple[str, bool, C
         yield "K, V by", True, lambda x: LOADS[x.tile.loads]
     yield "SRAM", False, lambda x: held(x.smem_bytes)
     if all(x.cost is not None for x in shown):
-        yield "regs", False, _of_cost(lambda c: str(c.registers))
+        yield "regs", False, _of_cost(lambda c: f"{c.registers}+{c.spilled}" if c.spilled else str(c.registers))
         moved = _of_cost(lambda c: size(c.hbm_bytes) + ("" if narrow else f" ({_fraction(c)})"))
         yield "HBM" if narrow else "HBM (unfused)", False, moved
         yield "time", False, _of_cost(lambda c: seconds(c.seconds))

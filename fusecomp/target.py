@@ -150,7 +150,7 @@ def _tensor(text: str, generator: torch.Generator) -> Tensor:
         if dtype.is_floating_point:
             return torch.randn(sizes, generator=generator).to(dtype)
         return torch.randint(0, 2 if dtype == torch.bool else 16, sizes, generator=generator).to(dtype)
-    except RuntimeError as error:
+    except (RuntimeError, TypeError) as error:  # TypeError: a length that no machine word holds
         raise TargetError(f"--arg {text!r} cannot be made: {_said(error)}. Give another shape or dtype.") from error
 
 

@@ -174,6 +174,15 @@ def test_reasons_hold_numbers() -> None:
     assert any("registers a thread, 255 there are" in r for r in reasons)
 
 
+def test_registers_that_there_are_not_are_said_to_spill() -> None:
+    rows = planning.tiles(Workload(4096, 64, causal=True, softcap=30.0), device.find("a100-80"))
+    costs = [row.cost for row in rows]
+    assert max(c.registers for c in costs) == device.find("a100-80").registers_per_thread
+    assert all(c.registers == 255 for c in costs if c.spilled)
+    assert any(c.a_thread.endswith(f"255 registers a thread and {c.spilled} spilled") for c in costs if c.spilled)
+    assert any(c.a_thread == f"{c.registers} registers a thread" for c in costs if not c.spilled)
+
+
 def test_rows_are_ranked_and_print() -> None:
     ranked = planning.tiles(Workload(18_000, 128, causal=True), H200)
     fitting = [r for r in ranked if not r.reason.startswith("needs")]

@@ -137,6 +137,7 @@ WRONG = {
     "is a class: name an object of it, or a factory of (model, args)": ("model.py:Scaled", ()),
     "is a folder, not a Python file": (".:attention", ()),
     "--arg '9999999x9999999x9999' cannot be made:": ("model.py:linear", ("9999999x9999999x9999",)),
+    "--arg '2x99999999999999999999' cannot be made:": ("model.py:linear", ("2x99999999999999999999",)),
     "attention takes q, k, v: give --arg once for all, or 3 times, not 2": ("model.py:attention", ("2x3", "2x3")),
     "--arg '2by3' is not SHAPE or SHAPE:DTYPE, such as 2x4x96x64:bfloat16": ("model.py:linear", ("2by3",)),
     "--arg '2x3:bf17': PyTorch has no dtype 'bf17' (did you mean 'bf16'?)": ("model.py:linear", ("2x3:bf17",)),

@@ -232,14 +232,14 @@ def _too_large(cost: Cost, budget: int, device: Device) -> str:
     """Why a tile cannot run well, in numbers; empty where it can."""
     if cost.smem_bytes > min(budget, usable(device)):
         return f"needs {cost.smem_bytes} B of shared memory, {budget} usable"
-    if cost.registers > device.registers_per_thread + SPILL_LIMIT:
-        return f"needs {cost.registers} registers a thread, {device.registers_per_thread} there are"
+    if cost.spilled > SPILL_LIMIT:
+        return f"needs {cost.registers + cost.spilled} registers a thread, {device.registers_per_thread} there are"
     return ""
 
 
 def _last_resort(costed: list[tuple[Tile, Cost]], budget: int) -> tuple[Tile, Cost]:
     """The smallest tile, whatever it spills, provided that its shared memory is there."""
-    tile, cost = min(costed, key=lambda tc: (tc[1].smem_bytes, tc[1].registers))
+    tile, cost = min(costed, key=lambda tc: (tc[1].smem_bytes, tc[1].registers + tc[1].spilled))
     if cost.smem_bytes > budget:
         smallest = f"the smallest tile, {tile.block_m}x{tile.block_n} in {tile.stages} stage, needs {cost.smem_bytes} B"
         raise PlanError(f"nothing fits in {budget} B of shared memory: {smallest}; a smaller head size needs less")
@@ -262,16 +262,18 @@ def seconds(t: float) -> str:
 
 def cost_of(q: Mapping[str, float]) -> Cost:
     """The cost in the quantities of one tile."""
+    spilled = round(q.get("spilled", 0.0))
     return Cost(
         flops=float(q["flops"]),
         hbm_bytes=float(q["hbm"]),
         unfused_hbm_bytes=float(q["hbm_unfused"]),
         smem_bytes=int(q["smem"]),
-        registers=round(q["registers"]),
+        registers=round(q["registers"]) - spilled,
         programs=int(q["programs"]),
         waves=float(q["waves"]),
         seconds=float(q["seconds"]),
         bound=bound(q),
+        spilled=spilled,
     )
 
 

@@ -165,7 +165,7 @@ def _gradient(plan: TilePlan, region: AttentionRegion, sizes: Mapping[str, int],
 def _too_large(cost: Cost, device: Device, budget: int) -> str:
     if cost.smem_bytes > budget:
         return f"too large: {held(cost.smem_bytes)} of {held(budget)}"
-    return f"spills: {cost.registers} registers of {device.registers_per_thread}"
+    return f"spills: {cost.registers + cost.spilled} registers of {device.registers_per_thread}"
 
 
 def _slower(q: Mapping[str, float], best: Mapping[str, float], but: str) -> str:

@@ -42,6 +42,13 @@ class Cost:
     """Predicted time."""
     bound: str
     """What limits it: "tensor cores", "special functions", "memory", "shared memory", "latency"."""
+    spilled: int = 0
+    """More registers that a thread would need, which are kept in memory instead."""
+
+    @property
+    def a_thread(self) -> str:
+        """ "168 registers a thread", "255 registers a thread and 4 spilled"."""
+        return f"{self.registers} registers a thread" + (f" and {self.spilled} spilled" if self.spilled else "")
 
 
 @dataclass(frozen=True)
