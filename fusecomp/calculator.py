@@ -153,7 +153,8 @@ class Tiles:
             yield from self._kernel(ranking)
         for note in self.notes:
             yield Text(f"\n{note}", "yellow")
-        yield Text("\nSRAM of a program, registers of a thread (+ spilled), HBM of the launch; times are predicted", "dim")
+        what = "SRAM of a program, registers of a thread (+ spilled), HBM of the launch"
+        yield Text(f"\n{what}; times are predicted", "dim")
 
     def _kernel(self, ranking: Ranking) -> RenderResult:
         best, within = ranking.taken.cost, f", within {held(self.budget)}" * (self.budget < self.device.smem_bytes)
