@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -132,3 +133,67 @@ def test_wrappers(wrapper: str) -> None:
     assert fusecomp.counters()["fused"] >= 1
     for e, g in zip(*found, strict=True):
         compare(g, e, 1e-4)
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return torch.softmax(q @ k.mT * 0.25, -1) @ v
+
+
+@pytest.fixture
+def mesh(group: None) -> Any:
+    from torch.distributed.device_mesh import init_device_mesh
+
+    return init_device_mesh("cpu", (1,))
+
+
+@pytest.mark.parametrize(("around", "fused"), [("inside", 1), ("after", 1), ("returned", 1), ("distributed", 0)])
+def test_distributed_tensors(around: str, fused: int, mesh: Any) -> None:
+    """What is inside one is known at run time alone, and no constant of the graph. No kernel takes whole ones."""
+    from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+
+    def spread(x: Tensor) -> DTensor:
+        return DTensor.from_local(x, mesh, [Shard(1)])
+
+    programs: dict[str, Callable[..., Tensor]] = {
+        "inside": lambda q, k, v: attend(q.to_local(), k.to_local(), v.to_local()),
+        "after": lambda q, k, v: (spread(attend(q.to_local(), k.to_local(), v.to_local())) * 2).to_local(),
+        "returned": lambda q, k, v: spread(attend(*(spread(x.to_local()).to_local() for x in (q, k, v)))),
+        "distributed": lambda q, k, v: attend(q, k, v).to_local(),
+    }
+    local = [torch.randn(2, 3, 21, 8) for _ in range(3)]
+    fn, found = programs[around], []
+    for run in (fn, torch.compile(fn, backend="fusecomp", options={"inner": "aot_eager", "strict": True})):
+        leaves = [distribute_tensor(x, mesh, [Shard(1)]).requires_grad_() for x in local]
+        out = run(*leaves)
+        out = out.to_local() if isinstance(out, DTensor) else out
+        out.square().sum().backward()
+        found.append([out, *(x.grad.to_local() for x in leaves if isinstance(x.grad, DTensor))])
+    for e, g in zip(*found, strict=True):
+        assert type(g) is Tensor
+        compare(g, e, 1e-4)
+    assert fusecomp.counters()["fused"] == fused
+
+
+def test_tensor_parallel_layers(mesh: Any) -> None:
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+    class Layer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.q, self.k, self.v, self.o = (nn.Linear(24, 24) for _ in range(4))
+
+        def forward(self, x: Tensor) -> Tensor:
+            q, k, v = (f(x).unflatten(-1, (3, 8)).transpose(1, 2) for f in (self.q, self.k, self.v))
+            return self.o(attend(q, k, v).transpose(1, 2).flatten(2))  # type: ignore[no-any-return]
+
+    torch.manual_seed(1)
+    plain, found = Layer(), []
+    split = parallelize_module(
+        copy.deepcopy(plain), mesh, {**dict.fromkeys("qkv", ColwiseParallel()), "o": RowwiseParallel()}
+    )
+    for run in (plain, torch.compile(split, backend="fusecomp", options={"inner": "aot_eager", "strict": True})):
+        x = torch.linspace(-1, 1, 2 * 21 * 24).view(2, 21, 24).requires_grad_()
+        run(x).square().sum().backward()
+        found.append(x.grad)
+    compare(found[1], found[0], 1e-4)
+    assert fusecomp.counters()["fused"] == 1

@@ -16,14 +16,16 @@ from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.amp import autocast_mode
 from torch.autograd import grad_mode
 from torch.fx import Graph, GraphModule, Interpreter, Node, Proxy
 from torch.fx import traceback as fx_traceback
-from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx, track_tensor_tree
+from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot, make_fx, track_tensor_tree
 from torch.fx.node import base_types
 from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from fusecomp.errors import CaptureError
 from fusecomp.graph.facts import KEPT, LABEL, erase_dead, op_name, recorded_value, word, written_arguments
@@ -84,6 +86,8 @@ class Retrace(Interpreter):
             return self.keep(n)
         recorded = len(tracer().graph.nodes)
         result = super().run_node(n)
+        if n.op in ("call_function", "call_method") and opens(self.fetch_args_kwargs_from_env(n), result):
+            return self.tracked(n, result)
         if n.op == "call_function" and result is None and len(tracer().graph.nodes) == recorded and not n.users:
             self.keep(n)
         return result
@@ -104,14 +108,22 @@ class Retrace(Interpreter):
         if n.op == "call_module":
             tracer().root.add_module(str(n.target), self.submodules[str(n.target)])
             tracer().graph.owning_module = tracer().root
-        args, kwargs = torch.fx.map_arg((n.args, n.kwargs), self.recorded)
-        proxy = tracer().create_proxy(n.op, n.target, args, kwargs)
-        proxy.node.meta = {**n.meta, **proxy.node.meta, KEPT: True}
+        proxy = self.recorded_call(n)
         if isinstance(n.target, HIGHER_ORDER):
             found = recorded_value(n)
             if found is None and n.users:
                 raise CaptureError(f"nothing is recorded about the result of {n.target}")
             return track_tensor_tree(found, proxy, constant=None, tracer=tracer())
+        return proxy
+
+    def tracked(self, n: Node, result: Any) -> Any:
+        """Record a call as it stands, whose value is known."""
+        return track_tensor_tree(result, self.recorded_call(n), constant=None, tracer=tracer())
+
+    def recorded_call(self, n: Node) -> Any:
+        args, kwargs = torch.fx.map_arg((n.args, n.kwargs), self.recorded)
+        proxy = tracer().create_proxy(n.op, n.target, args, kwargs)
+        proxy.node.meta = {**n.meta, **proxy.node.meta, KEPT: True}
         return proxy
 
     def recorded(self, n: Node) -> Any:
@@ -122,6 +134,17 @@ class Retrace(Interpreter):
         elif n.op != "call_function" or all(isinstance(x, KNOWN) for x in pytree.tree_leaves(held)):
             return pytree.tree_map(tracer().unwrap_proxy, held)
         return tracer().create_proxy(n.op, n.target, n.args, n.kwargs)
+
+
+def opens(given: Any, result: Any) -> bool:
+    """Whether a call takes tensors out of those of a class that holds some, puts them into such, or does to the latter
+    what make_fx does not see: it would record what is inside as constants."""
+    made = [x for x in pytree.tree_leaves(result) if isinstance(x, Tensor)]
+    holding = [x for x in made if is_traceable_wrapper_subclass(x)]
+    given_some = any(is_traceable_wrapper_subclass(x) for x in pytree.tree_leaves(given) if isinstance(x, Tensor))
+    if given_some and len(holding) == len(made):
+        return any(get_proxy_slot(x, tracer(), None) is None for x in holding)
+    return bool(made) and (given_some or bool(holding))
 
 
 def tracer() -> Any:
@@ -140,17 +163,38 @@ def capture(gm: GraphModule, values: Sequence[Any]) -> GraphModule:
     mode = fake_mode(values)
     with beside_constants(mode) if mode is not None else contextlib.nullcontext():
         traced = expanded(gm, values) if mode is not None and repetitive(gm) else None
-        traced = traced if traced is not None else traced_whole(gm, values)
+        traced = traced if traced is not None else traced_beside_others(gm, values)
+    refuse_baked(traced)
     named_as_before(traced, gm)
     for node, source in zip(*(g.graph.find_nodes(op="placeholder") for g in (traced, gm)), strict=False):
         node.meta[LABEL] = label_of(str(source.target))
     return traced
 
 
+def refuse_baked(traced: GraphModule) -> None:
+    """CaptureError where a tensor that is known at run time alone was recorded as a constant."""
+    for node in traced.graph.find_nodes(op="get_attr"):
+        held = getattr(traced, str(node.target), None)
+        if isinstance(held, FakeTensor) or is_traceable_wrapper_subclass(held):
+            raise CaptureError(f"it reads what is inside a tensor of another class, as a {type(held).__name__}")
+
+
 def label_of(placeholder: str) -> str:
     """The user's name in Dynamo's: q of L_q_, sinks of L_self_modules_attention_parameters_sinks_; "" of arg0_1."""
     name = re.sub(r"^(.*_(parameters|buffers)_|L_)", "", placeholder).strip("_")
     return "" if re.fullmatch(r"(arg|args|primals|s)_?\d+(_\d+)?", name) else name
+
+
+def traced_beside_others(gm: GraphModule, values: Sequence[Any]) -> GraphModule:
+    """`traced_whole`, which tensors of other classes may not bear."""
+    others = {type(x).__name__ for x in values if isinstance(x, Tensor) and is_traceable_wrapper_subclass(x)}
+    try:
+        return traced_whole(gm, values)
+    except Exception as error:
+        if not others:
+            raise
+        kinds = ", ".join(sorted(others))
+        raise CaptureError(f"it is given tensors of the class {kinds}, with which it cannot be traced") from error
 
 
 def traced_whole(gm: GraphModule, values: Sequence[Any]) -> GraphModule:
