@@ -99,6 +99,8 @@ class Lift:
     """Values of the graph's get_attr nodes, by node name."""
     outside: frozenset[Node] = frozenset()
     """Nodes that are leaves whatever they compute."""
+    widened: set[str] = field(default_factory=set)
+    """Tensors of fewer than 64 bits that the graph computes with in int64."""
     reductions: dict[Expr, Node] = field(default_factory=dict)
     """The nodes that sums and maxima were lifted from."""
     rules: dict[str, Rule] = field(default_factory=lambda: RULES)
@@ -171,6 +173,8 @@ class Lift:
             self.visited.clear()
             return self.leaf(node, index)
         self.visited.add(node)
+        if widens(node):
+            self.widened |= {x.tensor for x in parts(lifted) if isinstance(x, Load)}
         return lifted
 
     def stale(self, e: Expr, node: Node) -> bool:
@@ -245,6 +249,12 @@ def functional_name(node: Node) -> str:
     """The ATen name, an in-place operation under its functional twin's: its value is the same."""
     name = op_name(node)
     return name[:-1] if name.endswith("_") and written_arguments(node) else name
+
+
+def widens(node: Node) -> bool:
+    """Whether a number of fewer bits becomes an int64."""
+    given = [dtype(n) for n in node.all_input_nodes if is_tensor(n)]
+    return dtype(node) == "int64" and any(d != "int64" and dtype_kind(d) == "int" for d in given)
 
 
 def shares_memory(node: Node) -> bool:

@@ -11,7 +11,7 @@ from torch.fx import Node
 
 from fusecomp.graph.facts import dtype, label, op_name, shape, size_expr, value
 from fusecomp.ir.algebra import ZERO, const, draws, substitute
-from fusecomp.ir.expr import Cast, Const, Expr, Load, Size, Var, transform
+from fusecomp.ir.expr import Apply, Cast, Const, Expr, Load, Size, Var, kind, transform
 from fusecomp.ir.region import Access, Operand
 from fusecomp.patterns.lift import Decline, Lift
 from fusecomp.patterns.masks import oriented
@@ -55,6 +55,13 @@ def ordered_loads(e: Expr) -> Iterator[Load]:
     yield from walk(e)
 
 
+def values(e: Expr) -> Iterator[Expr]:
+    """The parts of `e` that its value is computed of: not the places at which it reads."""
+    yield e
+    for x in () if isinstance(e, Load) else e.args:
+        yield from values(x)
+
+
 @dataclass(frozen=True)
 class Naming:
     """A graph's expressions in the words of its region."""
@@ -67,7 +74,22 @@ class Naming:
     """A product of Q and K -> the score that it is."""
 
     def expr(self, e: Expr) -> Expr:
-        return oriented(transform(transform(e, self.products.get), self._renamed))
+        return oriented(transform(transform(self._widened(e), self.products.get), self._renamed))
+
+    def _widened(self, e: Expr) -> Expr:
+        """The products in which a number of 32 bits may pass 2^31, as the graph has it: in int64."""
+
+        def factor(x: Expr) -> Expr:
+            narrow = (y for y in values(x) if isinstance(y, Load) and y.dtype != "int64")
+            return Cast(x, "int64") if any(y.tensor in self.lift.widened for y in narrow) else x
+
+        def rule(x: Expr) -> Expr | None:
+            match x:
+                case Apply("mul", factors) if kind(x) == "int":
+                    return Apply("mul", tuple(factor(transform(f, rule)) for f in factors))
+            return None
+
+        return transform(e, rule) if self.lift.widened else e
 
     def _renamed(self, x: Expr) -> Expr | None:
         """Tensors by operand name; batch, query and key lengths by their letter; other run-time lengths L0, L1 ..."""
@@ -86,7 +108,7 @@ class Naming:
         length 1: what one query reads does not vary with it."""
         q_idx = self.sizes.found.index("q_idx")
         alone = q_idx.size == const(1) or (length == const(1) and i == q_idx)
-        return transform(substitute(i, {q_idx: ZERO}) if alone else i, self._renamed)
+        return transform(self._widened(substitute(i, {q_idx: ZERO}) if alone else i), self._renamed)
 
     def index(self, v: Var) -> Var:
         named = self.expr(v)

@@ -95,6 +95,7 @@ def taken(lift: Lift, moves: Moves, found: Load) -> Load:
         seen = lift.reads.setdefault(name, read)
         seen.at = min(seen.at, read.at)
     lift.visited |= moves.visited
+    lift.widened |= moves.widened
     return found
 
 
