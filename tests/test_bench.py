@@ -157,6 +157,20 @@ def test_a_peer_that_cannot_say_a_variant_has_no_row() -> None:
     assert [row.peer for row in found.rows] == ["eager"]
 
 
+def test_what_is_tuned_is_not_timed_untuned_too() -> None:
+    def rivals(mode: str, name: str, words: str = "", quick: bool = False) -> list[str]:
+        case = next(c for c in CASES if c.mode == mode and c.variant.name == name)
+        found = peers.asked(case, peers.chosen(words, "cuda", quick))
+        return [p.name for p in found if p.name.startswith("Flex")]
+
+    assert rivals("forward", "causal") == ["FlexAttention autotuned"]
+    assert rivals("variants", "documents") == ["FlexAttention autotuned", "FlexAttention + its mask"]
+    assert rivals("backward", "ALiBi") == ["FlexAttention autotuned"]
+    assert rivals("backward", "causal") == ["FlexAttention"]  # cuDNN is ahead of it, tuned for minutes too
+    assert rivals("forward", "causal", quick=True) == ["FlexAttention"]
+    assert rivals("forward", "causal", "FlexAttention") == ["FlexAttention"]
+
+
 def test_inputs_that_do_not_fit_do_not_end_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
     def full(case: Case, device: torch.device) -> Any:
         raise torch.OutOfMemoryError("Tried to allocate 90 GiB")

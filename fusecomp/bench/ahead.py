@@ -28,7 +28,7 @@ import torch
 from fusecomp.backend import reset
 from fusecomp.bench.cases import CASES, Case
 from fusecomp.bench.inputs import draw, run
-from fusecomp.bench.peers import PEERS, Peer
+from fusecomp.bench.peers import PEERS, Peer, asked
 from fusecomp.running import cache
 from fusecomp.running.verify import machine
 
@@ -48,8 +48,8 @@ Task = tuple[Case, Peer]
 def waiting(cases: Sequence[Case], peers: Sequence[Peer]) -> list[Task]:
     """What no run has compiled yet, what takes longest first. From here on Triton keeps its kernels in one place."""
     os.environ.setdefault("TRITON_CACHE_DIR", str(cache.directory("triton")))
-    asked = [(case, peer) for case in cases for peer in peers if peer.compiles and peer.times(case)]
-    left = [task for task in asked if not done(*task).exists()]
+    tasks = [(case, peer) for case in cases for peer in asked(case, peers) if peer.compiles]
+    left = [task for task in tasks if not done(*task).exists()]
     return sorted(left, key=lambda task: (not task[1].slow, not task[0].learns))
 
 

@@ -14,7 +14,7 @@ from fusecomp.backend import counters, reset
 from fusecomp.bench.cases import Case
 from fusecomp.bench.ceilings import PRODUCT, Ceiling, copies, products, reading, reads
 from fusecomp.bench.inputs import TOLERANCE, Exact, Inputs, Run, error, exact, run, sets, share
-from fusecomp.bench.peers import Peer
+from fusecomp.bench.peers import Peer, asked
 from fusecomp.bench.record import OURS, Measured, Record, Row
 from fusecomp.bench.timing import Bench, Launch, launch, peak, times
 
@@ -48,7 +48,7 @@ class Entrant:
 
 def steps(cases: Sequence[Case], peers: Sequence[Peer]) -> int:
     """How often a run says what it does."""
-    return sum(1 + sum(peer.times(case) for peer in peers) for case in cases)
+    return sum(1 + len(asked(case, peers)) for case in cases)
 
 
 def records(
@@ -78,7 +78,7 @@ def measured(
     reset()
     roofs, clock = _roofs(case, bench, known), Clock(bench.device)
     try:
-        work, rows = _measured(case, [p for p in peers if p.times(case)], bench, say, clock)
+        work, rows = _measured(case, asked(case, peers), bench, say, clock)
     except torch.OutOfMemoryError as problem:
         work, rows = 0.0, (Row("the inputs", problem=said(problem)),)
     if bench.gpu:

@@ -38,6 +38,8 @@ class Peer:
     """Compiles for long, so that a quick run leaves it out unless it is named."""
     lacks: Callable[[], str] = str
     """What is not installed here; empty if nothing."""
+    tuned: str = ""
+    """Who searches among settings of which this one takes the first: where that one is asked, this one is not."""
 
     @property
     def missing(self) -> str:
@@ -182,7 +184,7 @@ PEERS = (
     Peer("eager", eager, devices=BOTH),
     Peer("Inductor", compiled),
     Peer("aot_eager", partial(compiled, backend="aot_eager"), devices=("cpu",)),
-    Peer("FlexAttention", flex),
+    Peer("FlexAttention", flex, tuned="FlexAttention autotuned"),
     Peer("FlexAttention autotuned", partial(flex, mode="max-autotune-no-cudagraphs"), slow=True),
     Peer("FlexAttention + its mask", partial(flex, each_time=True), ("variants",), slow=True),
     Peer("SDPA flash", partial(sdpa, SDPBackend.FLASH_ATTENTION)),
@@ -195,6 +197,13 @@ PEERS = (
     Peer(f"{OURS} in any order", partial(compiled, backend=fusecomp, options={"deterministic": False}), ("backward",)),
     Peer(OURS, partial(compiled, backend=fusecomp, options={"inner": "aot_eager"}), devices=("cpu",)),
 )
+
+
+def asked(case: Case, peers: Sequence[Peer]) -> list[Peer]:
+    """Those of the peers that are asked for a case."""
+    able = [peer for peer in peers if peer.times(case)]
+    names = {peer.name for peer in able}
+    return [peer for peer in able if peer.tuned not in names]
 
 
 def chosen(names: str, device: str, quick: bool = False) -> list[Peer]:
