@@ -36,7 +36,7 @@ from fusecomp.planning.device import current
 from fusecomp.report import Entry
 from fusecomp.running import hopper, launching, library
 from fusecomp.running.lower import Lowered, lower, planned, real_tensors, triton_interprets
-from fusecomp.running.operator import Kernel, register
+from fusecomp.running.operator import Kernel, at_home, register
 from fusecomp.running.subgraph import seen
 from fusecomp.running.substitute import substitute
 from fusecomp.running.verdict import Verdict
@@ -87,6 +87,7 @@ def compile_graph(gm: GraphModule, values: Sequence[Any], options: Options) -> C
     return Compilation(captured if taken else gm, tuple(entries))
 
 
+@at_home
 def compile_match(module: GraphModule, match: Match, options: Options) -> Entry:
     """Plan, emit, load, verify and substitute one attention. What goes wrong leaves eager in place."""
     region, sizes = match.region, seen_sizes(match)

@@ -4,8 +4,8 @@ kernels. An error there costs a user the fused kernel alone, which no other test
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -172,3 +172,29 @@ def test_every_program(
     found = compiled(program, trained and bool(getattr(program, "grad", True)), monkeypatch)
     assert not failures
     assert getattr(program, "expect", "fuse") != "fuse" or "fused" in found
+
+
+def test_planned_on_the_device_of_the_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another GPU may be the current one: it may be of another kind, and nothing is launched on it."""
+    entered: list[torch.device] = []
+
+    @contextmanager
+    def device(which: torch.device) -> Iterator[None]:
+        entered.append(which)
+        yield
+        entered.pop()
+
+    on("h200", monkeypatch)
+    seen: list[torch.device] = []
+    checked = pipeline.checked
+
+    def noted(*args: Any) -> Verdict | None:
+        seen.extend(entered)
+        return checked(*args)
+
+    monkeypatch.setattr(Match, "device", torch.device("cuda:1"))
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "device", device)
+    monkeypatch.setattr(pipeline, "checked", noted)
+    assert compiled(VARIANTS[0], True, monkeypatch) == ["fused"]
+    assert seen == [torch.device("cuda:1")]

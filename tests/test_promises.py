@@ -7,8 +7,10 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import Tensor
+from torch.fx.experimental.proxy_tensor import make_fx
 
 import fusecomp
+from fusecomp.running import verify
 
 
 @pytest.fixture(autouse=True)
@@ -52,3 +54,28 @@ def test_reset_leaves_compiled_functions_running() -> None:
     fusecomp.reset()
     assert torch.equal(fast(*args), before)
     assert fusecomp.counters()["fused"] == 0
+
+
+def dropped(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return torch.nn.functional.dropout(((q @ k.mT) * 0.25).softmax(-1), 0.3) @ v
+
+
+def with_lse(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    s = (q @ k.mT) * 0.25
+    return s.softmax(-1) @ v + s.logsumexp(-1, keepdim=True)
+
+
+@pytest.mark.parametrize("fn", [plain, dropped, with_lse])
+@pytest.mark.parametrize("sampled", [False, True])
+def test_compiling_draws_nothing_from_the_generator(
+    fn: Callable[..., Tensor], sampled: bool, monkeypatch: pytest.MonkeyPatch, own_cache: object
+) -> None:
+    """A program that sets a seed draws what it drew, whatever was fused before."""
+    if sampled:
+        monkeypatch.setattr(verify, "EXACT_SCORES", {"cpu": 0})
+    args = [torch.randn(2, n, 16, requires_grad=True) for n in (13, 21, 21)]
+    graph = make_fx(fn, pre_dispatch=True)(*args)
+    before = torch.get_rng_state()
+    fusecomp.fuse(graph, args, strict=True)
+    assert fusecomp.counters()["fused"] == 1
+    assert torch.equal(torch.get_rng_state(), before)

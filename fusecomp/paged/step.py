@@ -151,4 +151,4 @@ class StepBuffers:
         self._device.copy_(self._host, non_blocking=True)
         if self.device.type == "cuda":
             self._copied = self._copied or torch.cuda.Event()
-            self._copied.record()
+            self._copied.record(torch.cuda.current_stream(self.device))

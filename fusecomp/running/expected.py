@@ -40,7 +40,8 @@ def sample(region: AttentionRegion, sizes: Mapping[str, int], device: torch.devi
 
 def some(length: int, count: int, device: torch.device) -> Tensor:
     """At most `count` positions in order."""
-    return torch.randperm(length, device=device)[:count].sort().values
+    generator = torch.Generator(device).manual_seed(0)  # what is compiled draws nothing from the program's own
+    return torch.randperm(length, device=device, generator=generator)[:count].sort().values
 
 
 def pick(x: Tensor, region: AttentionRegion, places: Mapping[str, Tensor]) -> Tensor:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, wraps
 from typing import Any, TypeVar
 
 import torch
@@ -80,6 +80,21 @@ def empty_ordered(shape: Sequence[int], order: Sequence[int], like: Tensor, dtyp
     No view, since autograd refuses to write in place into a view that an operator made.
     """
     return torch.empty_permuted(list(shape), list(order), dtype=dtype, device=like.device)
+
+
+def at_home(compiled: Callable[..., Result]) -> Callable[..., Result]:
+    """compiled(module, match, ...) while the device of the match is the current one: tiles are planned for that, and
+    kernels launched there, to be verified."""
+
+    @wraps(compiled)
+    def run(module: Any, match: Any, *args: Any) -> Result:
+        device: torch.device = match.device
+        if device.type != "cuda" or not 0 <= (device.index or 0) < torch.cuda.device_count():
+            return compiled(module, match, *args)
+        with torch.cuda.device(device):
+            return compiled(module, match, *args)
+
+    return run
 
 
 def on_device_of(x: Tensor, launch: Callable[..., Result], *args: Any) -> Result:

@@ -232,12 +232,14 @@ def judge_gradients(
     None where all agree. What is right has been computed."""
     region = match.region
     (tensors, out, lengths), device = drawn, drawn[1].device
-    grad = torch.randn(out.shape, device=device, generator=torch.Generator(device).manual_seed(1)).to(out.dtype)
+    generator = torch.Generator(device).manual_seed(1)
+    grad = torch.randn(out.shape, device=device, generator=generator).to(out.dtype)
     given = zip(region.operands, tensors, strict=True)
     wanted = [i for i, (o, t) in enumerate(given) if o.name in held(match) and t.is_floating_point()]
     lse = log_sums(match, sizes, device)
     rows = lse.shape[: len(region.batch) + 1]
-    grad_lse = torch.randn(rows, device=device) if any(learns(s.node) for s in match.sums) else None
+    summed = any(learns(s.node) for s in match.sums)
+    grad_lse = torch.randn(rows, device=device, generator=generator) if summed else None
     eager, right, against = expected_gradients(match, grad, tensors, lengths, wanted, grad_lse)
 
     def judged() -> Verdict | None:
