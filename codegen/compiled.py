@@ -66,7 +66,7 @@ def cross_compile(source: KernelSource, arch: Arch, kernel: str = "attention") -
         signature, constants, attributes = _signature(source, plan, function.arg_names)
         table = kernel in ("key_ranges", "query_ranges")
         options = {"num_warps": WARPS if table else plan.warps, "num_stages": Frame(source.region, plan).stages}
-        most = hopper.REGISTERS[plan.consumers][0] if plan.consumers else plan.registers
+        most = hopper.registers(plan)[0] if plan.consumers else plan.registers
         if most and not table and (kernel == "attention" or plan.consumers) and target.backend == "cuda":
             options["maxnreg"] = most
         if plan.consumers and not table:
@@ -113,7 +113,7 @@ def _signature(
     dtypes = {**SCRATCH, "out": region.out_dtype, **{o.name: o.dtype for o in region.operands}}
     known = {f"{o.name}_stride_{len(o.shape) - 1}": 1 for o in region.operands}
     known |= {f"out_stride_{region.out_order[-1]}": 1, "BLOCK_M": plan.block_m, "BLOCK_N": plan.block_n}
-    known |= {"TILES": 32, "STEP": min(STEP, plan.block_m, plan.block_n), "WHOLE": 1}  # of a table of tiles, and of keys that end with one
+    known |= {"TILES": 32, "STEP": min(STEP, plan.block_m, plan.block_n), "WHOLE": 1}  # of tables, of keys that end
     types: dict[str, str] = {}
     for p in params:  # a gradient is like what it is the gradient of
         pointer = POINTERS[dtypes.get(p.removesuffix("_ptr").removeprefix("grad_"), "float32")]

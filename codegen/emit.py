@@ -118,7 +118,7 @@ RESERVED = frozenset({
     "other", "next_tile", "outers", "section", "turns",
     "own", "near", "far", "each", "some", "every", "begin", "end", "length", "run", "longest", "unlike", "before",
     "key_ranges", "query_ranges", "last", "count", "whole", "together", "in_runs", "run_first", "run_last",
-    "first_seen", "last_seen", "number", "at", "pair", "cut", "beside",
+    "visited", "number", "at", "pair", "beside",
     "k_tiles", "seen", "full", "four", "random", "keeps", "kept_tile",
 }) | hopper.NAMES  # fmt: skip
 """What the skeletons call their own variables."""
@@ -138,7 +138,7 @@ def kernel_key(region: AttentionRegion, plan: TilePlan, saves_lse: bool = False)
     visits = (plan.visits,) if plan.visits != "bounds" else ()
     more: tuple[object, ...] = ("lse",) if saves_lse else ()
     if plan.consumers:
-        more = (*more, plan.consumers)
+        more = (*more, plan.consumers, *([plan.resident] if plan.resident > 1 else []))
     if plan.registers and plan.skeleton == "prefill":
         more = (*more, "registers", plan.registers)
     if not plan.resident:

@@ -35,9 +35,9 @@ NARROW = 64
 (B 4, H 16, N 4096) they leave it: 0.80 ms, where three of 64 keys take 0.90 (probes_h200.json)."""
 STAGES = {64: 3, 128: 2, 256: 2}
 """Of K and of V, for each head size: as many as shared memory holds beside Q and O."""
-REGISTERS = {2: (168, 240, 24), 3: (128, 160, 32)}
-"""For each number of groups, of a thread at launch; then of one that multiplies, and of one that copies, which hands
-most of its own to the others."""
+REGISTERS = {(2, 1): (168, 240, 24), (3, 1): (128, 160, 32), (2, 2): (80, 104, 24)}
+"""For each number of groups, and of programs on a multiprocessor: of a thread at launch; then of one that multiplies,
+and of one that copies, which hands most of its own to the others."""
 HALF = ("bfloat16", "float16")
 UNKNOWN = ("max", "min", "random", "tanh", "sigmoid", "asinh", "atan")
 """What Gluon has no function for."""
@@ -88,7 +88,9 @@ def specialised(region: AttentionRegion, plan: TilePlan) -> TilePlan:
     planning/hopper.py predicts its cost."""
     size, n = extent(region.dv), 2 if plan.visits != "bounds" else groups(region)
     tile = replace(plan, block_m=n * GROUP_ROWS, block_n=KEYS[size], warps=4, stages=STAGES[size], pack=1)
-    tile = replace(tile, loads="descriptor", consumers=n, registers=0, cost=None, rejected=())
+    tile = replace(tile, loads="descriptor", consumers=n, resident=1, registers=0, cost=None, rejected=())
+    if plan.visits != "bounds" and size == NARROW:
+        return replace(tile, block_n=NARROW, resident=2)
     if not copied(region) or plan.visits != "bounds":
         return tile
     made = [replace(tile, block_n=keys, stages=stages) for keys in (KEYS[size], NARROW) for stages in (3, 2)]
@@ -109,9 +111,19 @@ def _sloped(region: AttentionRegion) -> bool:
     return any(x.slope for x in (*found.lower, *found.upper))
 
 
+def registers(plan: TilePlan) -> tuple[int, int, int]:
+    return REGISTERS[plan.consumers, plan.resident]
+
+
 def holds_q(plan: TilePlan, size: int) -> bool:
     """Whether registers hold Q of a tile, so that the next one's can be copied in."""
-    return size <= COLUMNS and plan.consumers == 2
+    return size <= COLUMNS and plan.consumers == 2 and not shares(plan)
+
+
+def shares(plan: TilePlan) -> bool:
+    """Whether two programs share a multiprocessor: one multiplies while the other begins or ends a short row of tiles,
+    and no group needs its turn."""
+    return plan.resident == 2
 
 
 def at_once(plan: TilePlan) -> bool:

@@ -71,9 +71,9 @@ def specialised(region: AttentionRegion, plan: TilePlan, deterministic: bool = T
     """These kernels' tiles, whose cost nothing predicts yet; `plan` is that of the forward kernel for Hopper."""
     queries, keys, stages = (BENT if bent(region, plan) else WALKED)[extent(region.dv)]
     if not deterministic:
-        plan = replace(plan, block_m=64, block_n=STAY, stages=stages, consumers=ONCE[extent(region.dv)])
+        plan = replace(plan, block_m=64, block_n=STAY, stages=stages, consumers=ONCE[extent(region.dv)], resident=1)
         return BackwardPlan(plan, plan, once=True)
-    plan = replace(plan, stages=stages, consumers=2)
+    plan = replace(plan, stages=stages, consumers=2, resident=1)
     return BackwardPlan(replace(plan, block_m=STAY, block_n=keys), replace(plan, block_m=queries, block_n=STAY))
 
 

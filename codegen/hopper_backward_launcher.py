@@ -13,7 +13,7 @@ from fusecomp.codegen.backward_launcher import (
     where_wanted,
     with_gradients,
 )
-from fusecomp.codegen.hopper import REGISTERS
+from fusecomp.codegen.hopper import registers
 from fusecomp.codegen.hopper_backward import STAY, blocks
 from fusecomp.codegen.launcher import arguments, rounded_up, wrapped
 from fusecomp.codegen.printer import triton_text
@@ -64,8 +64,8 @@ def _by_rows(frame: GradientFrame, kernel: str, params: dict[str, list[str]], ro
 
 def _launched(frame: GradientFrame, kernel: str, params: dict[str, list[str]], grid: Lines) -> Lines:
     """Descriptors of what is copied, then the kernel."""
-    taken, registers = params[kernel], REGISTERS[frame.plan.consumers][0]
-    given = [*arguments(taken, with_gradients(frame)), "num_warps=4", f"maxnreg={registers}"]
+    taken = params[kernel]
+    given = [*arguments(taken, with_gradients(frame)), "num_warps=4", f"maxnreg={registers(frame.plan)[0]}"]
     return [
         *(line for p in taken if p.endswith("_desc") for line in _described(frame, kernel, p.removesuffix("_desc"))),
         f"{kernel}[({' * '.join(grid)},)](",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from fusecomp.codegen.descriptors import IN_ROWS
 from fusecomp.codegen.frame import Frame
-from fusecomp.codegen.hopper import REGISTERS, blocks
+from fusecomp.codegen.hopper import blocks, registers, shares
 from fusecomp.codegen.hopper_pairs import shared_axes
 from fusecomp.codegen.launcher import arguments, no_keys, outer_sizes, ranks_of, rounded_up, unpacked, wrapped
 from fusecomp.codegen.printer import triton_text
@@ -41,7 +41,8 @@ def launch(frame: Frame, params: list[str], saves_lse: bool) -> Lines:
     tensors = {"q": product.q.operand, "k": product.k.operand, "v": region.v.operand, "out": "written", **read}
     rows = {"q": m, "k": n, "v": n, "out": m, **dict.fromkeys(read, m)}
     described = [f"{t}_desc = described({tensors[t]}, {block}, {rows[t]})" for t, block in blocks(frame).items()]
-    schedule = [f"num_warps={frame.plan.warps}", f"maxnreg={REGISTERS[frame.plan.consumers][0]}"]
+    schedule = [f"num_warps={frame.plan.warps}", f"maxnreg={registers(frame.plan)[0]}"]
+    programs = f"{'2 * ' * shares(frame.plan)}torch.cuda.get_device_properties(out.device).multi_processor_count"
     given = wrapped([*arguments(params, ranks_of(frame)), *schedule], 8)
     return [
         *unpacked(region, ["tiles"] if frame.tabled else []),
@@ -52,7 +53,7 @@ def launch(frame: Frame, params: list[str], saves_lse: bool) -> Lines:
         f"all_tiles = {outer} * {rounded_up(m, 'BLOCK_M.value')}",
         f"section = {section}",
         "counter = torch.zeros(1, dtype=torch.int32, device=out.device)",
-        "programs = min(all_tiles, torch.cuda.get_device_properties(out.device).multi_processor_count)",
+        f"programs = min(all_tiles, {programs})",
         "attention[(programs,)](",
         *("    " + line for line in given),
         ")",

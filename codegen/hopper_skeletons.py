@@ -133,8 +133,7 @@ CONSUME = '''\
 def consume(given, group: gl.constexpr):
     """Four warps, 64 rows of each tile of queries."""
     «given» = given
-    if group == GROUPS - 1:
-        barrier("arrive", MULTIPLY, 256)
+    «first_turn»
     n = gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, SCORES))
     n_pos = n[None, :].to(gl.float32)
     row = group * 64 + gl.arange(0, 64, layout=ROWS)[:, None]
@@ -153,35 +152,7 @@ def consume(given, group: gl.constexpr):
         mbarrier.wait(q_ready.index(group), turn & 1)
         «query»
 
-        # The last keys: nothing to add to yet
-        k_start = «first_start»
-        count = done
-        «ahead»
-        copied(k_ready, count, STAGES)
-        «pairs»
-        k_tile = k_smem.index(count % STAGES).permute((1, 0))
-        score = warpgroup_mma(q_tile, k_tile, «product»is_async=True)
-        score = warpgroup_mma_wait(0, (score,))
-        barrier("arrive", K_FREE + count % STAGES, THREADS)
-        «edge_score»
-        row_max = «first_max»
-        «weights»
-        row_sum = sums(weights)
-        «rounded»
-        acc = gl.zeros([64, «size»], gl.float32, OUTPUT)
-
-        «above_loop»
-        for block in range(«full_begin», «full_end»):
-            «full_step»
-
-        «below_loop»
-        «query_read»
-        done += blocks
-        copied(v_ready, done - 1, STAGES)
-        «whole»
-        acc = warpgroup_mma(p, v_smem.index((done - 1) % STAGES), acc, is_async=True)
-        acc, p = warpgroup_mma_wait(0, (acc, p))
-        barrier("arrive", V_FREE + (done - 1) % STAGES, THREADS)
+        «keys»
 
         row_sum = gl.convert_layout(gl.sum(row_sum, axis=1), ROWS)
         «finish»
@@ -195,6 +166,43 @@ def consume(given, group: gl.constexpr):
         mbarrier.arrive(next_taken.index(turn & 1))
         turn += 1
     tma.store_wait(0)
+'''
+
+FIRST_TURN = '''\
+if group == GROUPS - 1:
+    barrier("arrive", MULTIPLY, 256)
+'''
+
+IN_TURNS = '''\
+# The last keys: nothing to add to yet
+k_start = «first_start»
+count = done
+«ahead»
+copied(k_ready, count, STAGES)
+«pairs»
+k_tile = k_smem.index(count % STAGES).permute((1, 0))
+score = warpgroup_mma(q_tile, k_tile, «product»is_async=True)
+score = warpgroup_mma_wait(0, (score,))
+barrier("arrive", K_FREE + count % STAGES, THREADS)
+«edge_score»
+row_max = «first_max»
+«weights»
+row_sum = sums(weights)
+«rounded»
+acc = gl.zeros([64, «size»], gl.float32, OUTPUT)
+
+«above_loop»
+for block in range(«full_begin», «full_end»):
+    «full_step»
+
+«below_loop»
+«query_read»
+done += blocks
+copied(v_ready, done - 1, STAGES)
+«whole»
+acc = warpgroup_mma(p, v_smem.index((done - 1) % STAGES), acc, is_async=True)
+acc, p = warpgroup_mma_wait(0, (acc, p))
+barrier("arrive", V_FREE + (done - 1) % STAGES, THREADS)
 '''
 
 HELD = '''\

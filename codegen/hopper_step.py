@@ -6,17 +6,21 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from fusecomp.codegen import hopper_pairs as pairs
+from fusecomp.codegen import hopper_sharing_skeletons as alone
 from fusecomp.codegen.base2 import Exponent
 from fusecomp.codegen.frame import Frame
-from fusecomp.codegen.hopper import at_once, in_words
-from fusecomp.codegen.hopper_skeletons import AT_ONCE, LATER, ONE_BY_ONE
+from fusecomp.codegen.hopper import at_once, holds_q, in_words
+from fusecomp.codegen.hopper_keys import walk
+from fusecomp.codegen.hopper_skeletons import AT_ONCE, IN_TURNS, LATER, ONE_BY_ONE, STEP
 from fusecomp.codegen.memory import element_loads
 from fusecomp.codegen.printer import triton_dtype, triton_text
+from fusecomp.codegen.skeletons import fill
 from fusecomp.codegen.slope import Slope
 from fusecomp.codegen.tile import ahead, indented, mask, parted, places, unmasked_scores
 from fusecomp.codegen.visited import in_run
 from fusecomp.ir.algebra import apply
 from fusecomp.ir.expr import Expr, Load
+from fusecomp.ir.region import extent
 
 Lines = list[str]
 Holes = dict[str, str | Lines]
@@ -80,3 +84,42 @@ def _shift(frame: Frame, slope: Slope | None) -> Lines:
         return []
     first: dict[Expr, str] = {frame.q_idx: "q_line", frame.kv_idx: "k_start.to(tl.float32)"}
     return [f"shift = {triton_text(slope.shift, frame.names.having(first))}"]
+
+
+# ----------------------------------------------------------------------------------------------------------------
+# All tiles of keys of a tile of queries
+
+
+def in_turns(frame: Frame, shared: Holes, edge: Holes, full: Holes, least: str) -> Lines:
+    """Groups take turns at the tensor cores; S of a tile and P V of the one before are under way together."""
+    size, keys = extent(frame.region.dv), walk(frame)
+    query_read = [] if holds_q(frame.plan, size) else ['barrier("arrive", Q_FREE + group, 160)']
+    return fill(IN_TURNS, {
+        **{name: shared[name] for name in ("pairs", "product", "weights", "rounded", "whole")},
+        **_loops(frame, STEP, shared, edge, full, "1"), "first_start": keys.begin("0"), "ahead": edge["ahead"],
+        "edge_score": edge["score"], "first_max": f"gl.maximum(gl.max(score, axis=1){shared['to_max']}, {least})",
+        "query_read": query_read, "size": str(size),
+    }).splitlines()  # fmt: skip
+
+
+def sharing(frame: Frame, shared: Holes, edge: Holes, full: Holes, least: str) -> Lines:
+    """A program that shares its multiprocessor does one thing after another."""
+    shared = {name: shared[name] for name in ("product", "to_max", "rescale", "weights", "rounded")}
+    loops = _loops(frame, alone.STEP, shared, edge, full, "0")
+    return fill(alone.WALK, {**loops, "least": least, "size": str(extent(frame.region.dv))}).splitlines()
+
+
+def _loops(frame: Frame, step: str, shared: Holes, edge: Holes, full: Holes, first: str) -> Holes:
+    """Over the tiles at the end that need their mask, from `first` on; those that do not; those at the beginning."""
+    keys = walk(frame)
+    above, below = keys.full
+    masked, whole = (fill(step, {**shared, **x, "k_start": keys.begin("block")}) for x in (edge, full))
+    return {
+        "above_loop": _loop(f"for block in range({first}, above):", masked) if above == "above" else [],
+        "below_loop": _loop("for block in range(below, blocks):", masked) if below == "below" else [],
+        "full_begin": above, "full_end": below, "full_step": whole.splitlines(),
+    }  # fmt: skip
+
+
+def _loop(head: str, step: str) -> Lines:
+    return [head, *indented(step.splitlines()), ""]

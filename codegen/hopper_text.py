@@ -12,23 +12,23 @@ from fusecomp.codegen.base2 import may_be_minus_inf
 from fusecomp.codegen.copied import COLUMNS
 from fusecomp.codegen.frame import Frame
 from fusecomp.codegen.function import quoted
-from fusecomp.codegen.hopper import GROUP_ROWS, REGISTERS, blocks, expresses, holds_q
+from fusecomp.codegen.hopper import GROUP_ROWS, blocks, expresses, holds_q, registers, shares
 from fusecomp.codegen.hopper_functions import APART, BARRIERS, BASE_2, IMPORTS, KNOWN, PACKED, TANH, WIDEN
 from fusecomp.codegen.hopper_keys import walk
 from fusecomp.codegen.hopper_launch import LAUNCH_HELPERS, launch
 from fusecomp.codegen.hopper_skeletons import (
     ATTENTION,
     CONSUME,
+    FIRST_TURN,
     HALF_LAYOUT,
     HELD,
     HELPERS,
     LAYOUTS,
     PRODUCE,
-    STEP,
     STORE,
     WIDE,
 )
-from fusecomp.codegen.hopper_step import rising, scored, weighed
+from fusecomp.codegen.hopper_step import in_turns, rising, scored, sharing, weighed
 from fusecomp.codegen.launcher import parameters, unspecialised, wrapped
 from fusecomp.codegen.logsumexp import place, store_lse
 from fusecomp.codegen.memory import element_pointers, fixed_loads, output_index
@@ -89,7 +89,7 @@ def _packed(frame: Frame) -> str:
 def header(frame: Frame) -> tuple[str, Lines]:
     """(imports, layouts)."""
     stages, groups, size = frame.plan.stages, frame.plan.consumers, extent(frame.region.dv)
-    kinds = {"K_FREE": stages, "V_FREE": stages, "Q_FREE": groups, "MULTIPLY": groups}
+    kinds = {"K_FREE": stages, "V_FREE": stages, "Q_FREE": groups, "MULTIPLY": groups * (not shares(frame.plan))}
     names = [name for name, count in kinds.items() if count]
     numbers = accumulate([FIRST_BARRIER, *kinds.values()])
     holes: Holes = {
@@ -165,28 +165,17 @@ def _consumer(frame: Frame, saves_lse: bool) -> Holes:
     e = replace(e, score=slope.score if slope else Score(0) if begun else e.score)
     shared, keys, (plain, loose) = weighed(frame, e, slope), walk(frame), of_full(frame, e)
     edge, full = scored(frame, e, tests_of_edge(frame), slope, True), scored(frame, plain, loose, slope, False)
-    edge_step = fill(STEP, {**shared, **edge, "k_start": keys.begin("block")})
-    full_step = fill(STEP, {**shared, **full, "k_start": keys.begin("block")})
     held = fill(HELD, {"scaled": pairs.scaled(frame)}).splitlines() if holds_q(frame.plan, size) else []
-    above, below = keys.full
+    walked = sharing if shares(frame.plan) else in_turns
+    first_turn = [] if shares(frame.plan) else FIRST_TURN.splitlines()
     return {
         "rows": _rows(frame),
-        **{name: shared[name] for name in ("pairs", "product", "weights", "rounded", "whole")},
+        "first_turn": first_turn,
         "query": held or ["q_tile = q_smem.index(group)"],
-        "query_read": [] if held else ['barrier("arrive", Q_FREE + group, 160)'],
         "pointers": [*element_pointers(frame), *rising(frame, slope)],
         "parts": keys.parts,
-        "first_start": keys.begin("0"),
-        "above_loop": _loop("for block in range(1, above):", edge_step) if above == "above" else [],
-        "below_loop": _loop("for block in range(below, blocks):", edge_step) if below == "below" else [],
-        "full_begin": above,
-        "full_end": below,
-        "ahead": edge["ahead"],
-        "edge_score": edge["score"],
-        "full_step": full_step.splitlines(),
-        "first_max": f"gl.maximum(gl.max(score, axis=1){shared['to_max']}, {_least(frame)})",
+        "keys": walked(frame, shared, edge, full, _least(frame)),
         "dtype": triton_dtype(frame.region.out_dtype),
-        "size": str(size),
         "finish": _finish(frame, saves_lse),
         "store": _store(frame),
     }
@@ -203,10 +192,6 @@ def _store(frame: Frame) -> Lines:
         at = block_at(frame, index, frame.q_idx, start, i * COLUMNS)
         lines += fill(STORE, {"o": half, "o_at": at, "o_block": _reinterpreted(frame, "out")}).splitlines()
     return lines
-
-
-def _loop(head: str, step: str) -> Lines:
-    return [head, *("    " + line for line in step.splitlines()), ""]
 
 
 def _rows(frame: Frame) -> Lines:
@@ -243,7 +228,7 @@ def _attention(frame: Frame, produced: list[str], consumed: list[str]) -> tuple[
     params = [*TAKEN, *described, *parameters(frame, {*produced, *consumed})]
     sizes = quoted(["all_tiles", "section", *unspecialised(frame, params)])
     size, groups = extent(frame.region.dv), frame.plan.consumers
-    _, multiplies, copies = REGISTERS[groups]
+    _, multiplies, copies = registers(frame.plan)
     holes: Holes = {
         "sizes": sizes,
         "parameters": wrapped(params, 4),

@@ -12,7 +12,6 @@ For dK and dV queries and keys change places.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial, reduce
 
