@@ -12,6 +12,7 @@ For dK and dV queries and keys change places.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial, reduce
 
@@ -30,8 +31,12 @@ from fusecomp.ir.region import AttentionRegion
 from fusecomp.planning.tile import TilePlan
 
 Lines = list[str]
-WARPS, ELEMENTS, STEP = 8, 4096, 32
-"""Of a program, how many keys it looks at together, and how many of a tile that is cut with all of its own."""
+WARPS, ELEMENTS = 8, 4096
+"""Of a program, and how many keys it looks at together."""
+STEP = 32
+"""Of what is cut, how many it tests together with all of its own. With 16 warps and twice as many the table of the
+packed documents in probes_h200.json takes 20 us for tiles of 128 queries, not 14."""
+
 KERNEL = '''\
 @triton.jit(do_not_specialize=«sizes»)
 def «name»(
@@ -44,52 +49,26 @@ def «name»(
     outer = tl.cast(row // rows, tl.int64)
     «axes»
     own = tl.cast(tl.minimum(first + tl.arange(0, «own_block»), last), tl.int64)
-    place = tl.cast(own, tl.int32)[:, None]
     «own»
 
     count = tl.cdiv(«size», «block»)
     begin, end, length, full_end, unlike = count, 0, 0, 0, -1  # in tiles; the last that is not full
-    run_first = tl.full([«own_block»], «size», tl.int32)
-    run_last = tl.full([«own_block»], -1, tl.int32)
-    number = tl.full([«own_block»], 0, tl.int32)
     for start in range(0, count, TILES):
         tile = start + tl.arange(0, TILES)
         near = tile * «block»
         far = tl.minimum(near + «block», «size») - 1
         each = tl.cast(tl.minimum(near[:, None] + tl.arange(0, «block»)[None, :], «size» - 1), tl.int64)
         «each»
-        some = (place >= 0) & (tile < count)[None, :] & «some»
-        every = (place >= 0) & (near + «block» <= «size»)[None, :] & «every»
-
-        # Of all together
-        visited = tl.max(some.to(tl.int32), axis=0) > 0
-        begin = tl.minimum(begin, tl.min(tl.where(visited, tile, count), axis=0))
-        end = tl.maximum(end, tl.max(tl.where(visited, tile + 1, 0), axis=0))
-        before = tl.where(tl.min(every.to(tl.int32), axis=0) > 0, unlike, tile)
+        some = (tile < count) & «some»
+        every = (near + «block» <= «size») & «every»
+        begin = tl.minimum(begin, tl.min(tl.where(some, tile, count), axis=0))
+        end = tl.maximum(end, tl.max(tl.where(some, tile + 1, 0), axis=0))
+        before = tl.where(every, unlike, tile)
         run = tile - tl.associative_scan(before, 0, larger)
         longest = tl.max(run, axis=0)
         full_end = tl.where(longest > length, start + tl.argmax(run, axis=0) + 1, full_end)
         length = tl.maximum(longest, length)
         unlike = tl.max(before, axis=0)
-
-        # Of each: the tiles that all see or do not, and pair by pair those of which one sees a part
-        part = tl.max((some & ~every).to(tl.int32), axis=0) > 0
-        whole = every & ~part[None, :]
-        run_first = tl.minimum(run_first, tl.min(tl.where(whole, near[None, :], «size»), axis=1))
-        run_last = tl.maximum(run_last, tl.max(tl.where(whole, far[None, :], -1), axis=1))
-        number += tl.sum(whole.to(tl.int32), axis=1) * «block»
-        left = tl.where(part, tile, count)
-        for _ in range(tl.sum(part.to(tl.int32), axis=0)):
-            next_tile = tl.min(left, axis=0)
-            left = tl.where(left == next_tile, count, left)
-            for edge in range(next_tile * «block», (next_tile + 1) * «block», STEP):
-                at = edge + tl.arange(0, STEP)
-                pair = tl.cast(tl.minimum(at, «size» - 1), tl.int64)
-                «pairs»
-                seen = (place >= 0) & (at < «size»)[None, :] & «keep»
-                run_first = tl.minimum(run_first, tl.min(tl.where(seen, at[None, :], «size»), axis=1))
-                run_last = tl.maximum(run_last, tl.max(tl.where(seen, at[None, :], -1), axis=1))
-                number += tl.sum(seen.to(tl.int32), axis=1)
     begin = tl.minimum(begin, end)
     full_end = tl.where(length > 0, full_end, begin)  # an empty run at the beginning where there is none
     tiles = tiles_ptr + row * («pitch»)
@@ -97,11 +76,35 @@ def «name»(
     tl.store(tiles + 1, (full_end - length) * «block»)
     tl.store(tiles + 2, full_end * «block»)
     tl.store(tiles + 3, tl.minimum(end * «block», «size»))
-    in_runs = number == tl.maximum(run_last + 1 - run_first, 0)
-    beside = tl.arange(0, «own_block»)
-    tl.store(tiles + 4, tl.min(in_runs.to(tl.int32), axis=0))
-    tl.store(tiles + «head» + beside, run_first)
-    tl.store(tiles + «head» + «own_block» + beside, run_last)
+    «runs»
+'''
+
+RUNS = '''\
+
+# Of the tiles that are cut, pair by pair: the first and the last that each sees, and how many
+place = tl.cast(own, tl.int32)[:, None]
+first_seen = tl.full([«own_block», «step»], «size», tl.int32)
+last_seen = tl.full([«own_block», «step»], -1, tl.int32)
+number = tl.full([«own_block», «step»], 0, tl.int32)
+stop = tl.minimum(end * «block», «size») - length * «block»
+for edge in range(begin * «block», stop, «step»):
+    cut = edge + tl.arange(0, «step»)
+    at = tl.where(cut < (full_end - length) * «block», cut, cut + length * «block»)
+    pair = tl.cast(tl.minimum(at, «size» - 1), tl.int64)
+    «pairs»
+    seen = (cut < stop)[None, :] & «keep»
+    first_seen = tl.minimum(first_seen, tl.where(seen, at[None, :], «size»))
+    last_seen = tl.maximum(last_seen, tl.where(seen, at[None, :], -1))
+    number += seen.to(tl.int32)
+# And all of the full ones
+run_first, run_last = tl.min(first_seen, axis=1), tl.max(last_seen, axis=1)
+run_first = tl.where(length > 0, tl.minimum(run_first, (full_end - length) * «block»), run_first)
+run_last = tl.where(length > 0, tl.maximum(run_last, full_end * «block» - 1), run_last)
+in_runs = tl.sum(number, axis=1) + length * «block» == tl.maximum(run_last + 1 - run_first, 0)
+beside = tl.arange(0, «own_block»)
+tl.store(tiles + 4, tl.min(in_runs.to(tl.int32), axis=0))
+tl.store(tiles + «head» + beside, run_first)
+tl.store(tiles + «head» + «own_block» + beside, run_last)
 '''
 
 HOST = '''\
@@ -167,65 +170,73 @@ def _made(side: Side, plan: TilePlan, block_m: int, block_n: int) -> list[str]:
 def _kernel(frame: TableFrame, side: Side) -> tuple[str, list[str]]:
     """(text, parameters)"""
     read = sorted(data.reads(side.region), key=str)
-    names = {x: f"{x.tensor}_{i}" for i, x in enumerate(read)}
-    of_other = {x: name for x, name in names.items() if side.other.name in variables(x)}
-    of_own = {x: name for x, name in names.items() if x not in of_other}
-    some, every = _judged(frame, side, names)
-    pairs = {x: f"{name}_pair" for x, name in of_other.items()}
+    of_other = [x for x in read if side.other.name in variables(x)]
+    of_own = [x for x in read if x not in of_other]
+    ends: dict[Expr, Pair] = {x: _ends_of(side, read.index(x), x) for x in read}
+    ends |= {v: _ends_of_axis(v, end) for v, end in ((side.own, ("first", "last")), (side.other, ("near", "far")))}
+    known: dict[Expr, Pair] = {v: (v, v) for v in side.region.batch}
+    symbols = (x for pair in ends.values() for x in pair)
+    names = frame.names.having({x: x.tensor for x in symbols if isinstance(x, Load)})
+
+    def holds(terms: Sequence[Expr], which: int) -> str:
+        found = truth(reduce(lambda a, b: apply("and", a, b), terms), {**ends, **known}.get)[which]
+        return f"({triton_text(found, names)})"
+
     return function(frame, KERNEL, side.kernel, {
         "own_size": triton_text(side.own.size, frame.names), "own_block": side.block(side.own),
-        "pitch": pitch(side.block(side.own)), "head": str(HEAD),
+        "pitch": pitch(side.block(side.own)),
         "size": triton_text(side.other.size, frame.names), "block": side.block(side.other),
         "axes": _decoded(frame),
-        "own": [f"{name} = {_value(frame, side, x, 'own')}" for x, name in of_own.items()],
-        "each": [line for x, name in of_other.items() for line in (
-            f"{name} = {_value(frame, side, x, 'each')}",
-            f"{name}_low, {name}_high = tl.min({name}, axis=1), tl.max({name}, axis=1)",
-        )],
-        "some": some, "every": every,
-        "pairs": [f"{name} = {_value(frame, side, x, 'pair')}" for x, name in pairs.items()],
-        "keep": _kept(side, {**names, **pairs}),
+        "own": [line for x in of_own for line in _read(frame, side, x, ends[x], "own", "0")],
+        "each": [line for x in of_other for line in _read(frame, side, x, ends[x], "each", "1")],
+        "some": holds(data.seen(side.region), 0), "every": holds(data.full(side.region), 1),
+        "runs": _runs(frame, side, read),
     }, partial(_parameters, frame))  # fmt: skip
 
 
-def _judged(frame: TableFrame, side: Side, names: dict[Load, str]) -> tuple[str, str]:
-    """Whether each of `own` sees some pair of a tile, and whether all, [own, tiles]: from what it reads itself, and
-    the least and the greatest of what the tile does."""
-    symbols: dict[Expr, Pair] = {x: _ends(side, x, name) for x, name in names.items()}
-    symbols |= {side.own: (place := _symbol("place"), place), side.other: (_symbol("near"), _symbol("far"))}
-    known: dict[Expr, Pair] = {v: (v, v) for v in side.region.batch}
-    text = {e: _placed(side, of, e.tensor) for of, pair in symbols.items() for e in pair if isinstance(e, Load)}
-    terms = reduce(lambda a, b: apply("and", a, b), data.seen(side.region))
-    some, every = truth(terms, {**symbols, **known}.get)
-    return (f"({triton_text(some, frame.names.having(text))})", f"({triton_text(every, frame.names.having(text))})")
+def _runs(frame: TableFrame, side: Side, read: Sequence[Load]) -> Lines:
+    """Which run of `other` each of `own` sees."""
+    names, lines = dict[Expr, str]({side.own: "place", side.other: "at[None, :]"}), Lines()
+    for i, x in enumerate(read):
+        stem, axes = f"{x.tensor}_{i}", variables(x)
+        if side.other.name in axes:
+            stem = f"{stem}_pair"
+            lines.append(f"{stem} = {_value(frame, side, x, 'pair')}")
+        placed = "[None, :]" if side.other.name in axes else "[:, None]" if side.own.name in axes else ""
+        names[x] = f"({stem}{placed} != 0)" if dtype_kind(x.dtype) == "bool" else f"{stem}{placed}"
+    keep = reduce(lambda a, b: apply("and", a, b), data.seen(side.region))
+    size, block = triton_text(side.other.size, frame.names), side.block(side.other)
+    text = fill(RUNS, {
+        "own_block": side.block(side.own), "size": size, "block": block, "step": str(STEP), "head": str(HEAD),
+        "pairs": lines, "keep": f"({triton_text(keep, Names(names))})",
+    })  # fmt: skip
+    return text.splitlines()
 
 
-def _ends(side: Side, x: Load, name: str) -> Pair:
-    """Names of the least and the greatest of a load, over a tile: one of what each of `own` reads."""
+def _ends_of(side: Side, number: int, x: Load) -> Pair:
+    """Names of the least and the greatest of a load, over a tile."""
     dtype = x.dtype if dtype_kind(x.dtype) == "int" else "int32"
-    if side.other.name in variables(x):
-        return _symbol(f"{name}_low", dtype), _symbol(f"{name}_high", dtype)
-    return _symbol(name, dtype), _symbol(name, dtype)
+    stem = f"{x.tensor}_{number}"
+    if not variables(x) & {side.own.name, side.other.name}:
+        return Load(stem, (), dtype), Load(stem, (), dtype)
+    return Load(f"{stem}_low", (), dtype), Load(f"{stem}_high", (), dtype)
 
 
-def _symbol(name: str, dtype: str = "int32") -> Load:
-    return Load(name, (), dtype)
+def _ends_of_axis(v: Var, names: tuple[str, str]) -> Pair:
+    return Load(names[0], (v.size,), "int32"), Load(names[1], (v.size,), "int32")
 
 
-def _placed(side: Side, of: Expr, name: str) -> str:
-    """A name as a column of `own`, or a row of `other`."""
-    if side.other.name in variables(of):
-        return f"{name}[None, :]"
-    return f"{name}[:, None]" if side.own.name in variables(of) and of != side.own else name
-
-
-def _kept(side: Side, names: dict[Load, str]) -> str:
-    """Whether each of `own` sees each of a tile."""
-    text: dict[Expr, str] = {side.own: "place", side.other: "at[None, :]"}
-    for x, name in names.items():
-        placed = _placed(side, x, name)
-        text[x] = f"({placed} != 0)" if dtype_kind(x.dtype) == "bool" else placed
-    return f"({triton_text(reduce(lambda a, b: apply('and', a, b), data.seen(side.region)), Names(text))})"
+def _read(frame: TableFrame, side: Side, x: Load, ends: Pair, place: str, axis: str) -> Lines:
+    """load0_0_low, load0_0_high = the least and the greatest of load0[...]"""
+    value = _value(frame, side, x, place)
+    low, high = (e.tensor for e in ends)  # type: ignore[attr-defined]
+    if low == high:
+        return [f"{low} = {value}"]
+    stem = low.removesuffix("_low")
+    return [
+        f"{stem} = {value}",
+        f"{low}, {high} = tl.min({stem}, axis={axis}), tl.max({stem}, axis={axis})",
+    ]
 
 
 def _value(frame: TableFrame, side: Side, x: Load, place: str) -> str:
@@ -248,7 +259,7 @@ def _parameters(frame: TableFrame, read: frozenset[str]) -> list[str]:
     return [p for p in (*pointers, *strides, *frame.region.sizes, *TILE) if p in read]
 
 
-TILE = ("BLOCK_M", "BLOCK_N", "TILES", "STEP")
+TILE = ("BLOCK_M", "BLOCK_N", "TILES")
 
 
 # ----------------------------------------------------------------------------------------------------------------
@@ -259,8 +270,7 @@ def _host(frame: TableFrame, side: Side, params: list[str], blocks: dict[str, in
     made = table(side.region, frame.plan)
     own = triton_text(side.own.size, frame.names)
     axes = [factor(v.size, frame) for v in made.axes]
-    block = blocks[side.block(side.other)]
-    tile = {**blocks, "TILES": ELEMENTS // block, "STEP": min(STEP, block)}
+    tile = {**blocks, "TILES": ELEMENTS // blocks[side.block(side.other)]}
     given = [f"{p}={tile[p]}" if p in tile else p for p in arguments(params, ranks_of(frame))]
     keys = side.own == side.region.q_idx
     return fill(HOST, {

@@ -173,14 +173,20 @@ def test_rows_of_more_keys_than_are_looked_at_together(interpreter: Interpreter)
     assert got == [of_runs((args[0][i, :, None] == of_keys[i]), 16, 16) for i in range(2)]
 
 
-def test_the_kernels_walk_their_ranges() -> None:
-    """What the mask cuts at the end, the run that needs no mask, what it cuts at the beginning."""
-    region = EXPRESSED["documents"]
+@pytest.mark.parametrize(("d", "begin", "cut"), [(64, 0, 2), (128, 1, 3)])
+def test_the_kernels_walk_their_ranges(d: int, begin: int, cut: int) -> None:
+    """What the mask cuts at the end, the run that needs no mask, what it cuts at the beginning; at D 128 the last tile
+    comes before all of them."""
+    region = half(SCALED, DOCUMENTS, d=d, loads=[((B, N), "int64")])
     text = emit(region, specialised(region, planned(region))).text
-    walked = [text.index(f"for block in range({x}):") for x in ("1, above", "above, below", "below, blocks")]
+    walked = [text.index(f"for block in range({x}):") for x in (f"{begin}, above", "above, below", "below, blocks")]
     assert walked == sorted(walked)
-    assert text.count("if in_runs:") == 3  # the last tile, and what the mask cuts at either end
+    assert text.count("if in_runs:") == cut
     assert "load0_tile" not in text[walked[1] : walked[2]]
+
+
+def test_gradients_walk_their_ranges() -> None:
+    region = EXPRESSED["documents"]
     text = emit_backward(region, gradients(region, specialised(region, planned(region)))).text
     assert text.count("if in_runs:") == 4  # before and after the full tiles of either gradient
     for name in ("k", "q"):
