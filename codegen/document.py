@@ -80,6 +80,7 @@ def _plan(plan: TilePlan) -> Iterator[str]:
     pack = f" ({plan.pack} query heads of {plan.block_m // plan.pack} queries)" if plan.pack > 1 else ""
     through = "; K and V through tensor descriptors" if plan.loads == "descriptor" else ""
     groups = f"{plan.consumers} groups of 4 warps that multiply and one warp that copies"
+    groups += ", two programs on a multiprocessor" * (plan.resident == 2)
     who = groups if plan.consumers else f"{plan.warps} warps"
     tile = f"{plan.skeleton}, tiles of {plan.block_m} rows{pack} x {plan.block_n} keys"
     yield from wrap(f"Plan{device}: {tile}, {who}, {plan.stages} stages{through}.", WIDTH, subsequent_indent="    ")

@@ -112,6 +112,7 @@ def _sloped(region: AttentionRegion) -> bool:
 
 
 def registers(plan: TilePlan) -> tuple[int, int, int]:
+    """As `REGISTERS` has them."""
     return REGISTERS[plan.consumers, plan.resident]
 
 

@@ -90,7 +90,8 @@ class TilePlan:
     """Name of the device planned for."""
     resident: int = 4
     """Programs that a multiprocessor holds at once; "decode" makes as many shares of the keys as the device holds.
-    Of "prefill" 0: few queries, whose keys are not split, for there are programs enough."""
+    Of "prefill" 0: few queries, whose keys are not split, for there are programs enough. With `consumers`: 1, or 2 that
+    share it."""
     share: int = 0
     """Of "decode": tiles of keys of one share. 0: all shares of a launch are about as long, so that they end together;
     else the shares of a request depend on its own length alone."""
