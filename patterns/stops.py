@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 
 from torch.fx import Node
 
-from fusecomp.graph.facts import is_tensor, op_name, reach
+from fusecomp.graph.facts import is_tensor, op_name, reach, written_arguments
 from fusecomp.graph.learning import cut, floats, learns, records
 from fusecomp.patterns.lift import Decline
 from fusecomp.patterns.logsums import MAXIMA
@@ -30,7 +30,7 @@ def stopped(
     open_ = reach(results, lambda n: {x for x in inside.intersection(n.all_input_nodes) if not cut(x)})
     behind = reach(filter(cut, above), lambda n: inside.intersection(n.all_input_nodes))
     still = {n for n in inputs if n in behind and learns(n)}
-    if still & open_:
+    if still & open_ or any(map(written_arguments, filter(cut, above))):  # what is written under no_grad learns on
         raise Decline(f"no gradient flows back through {called(stops[0])}, as it would through fused attention",
                       stops[0], "detach q, k and v, or the output; or put all of it under no_grad")  # fmt: skip
     return frozenset(still)

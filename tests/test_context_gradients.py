@@ -53,6 +53,13 @@ def logsumexp_beside_detached_weights(q: Tensor, k: Tensor, v: Tensor) -> Any:
     return s.softmax(-1).detach() @ v, s.logsumexp(-1)
 
 
+def scores_doubled_under_no_grad(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    s = q @ k.mT
+    with torch.no_grad():
+        s *= 2
+    return s.softmax(-1) @ v
+
+
 @pytest.mark.parametrize("fn", [scores_under_no_grad, scores_detached, weights_detached])
 def test_a_gradient_that_stops_on_all_ways_is_not_asked_for(fn: QKV) -> None:
     agree(fn, qkv(learn=True), train=True)
@@ -69,7 +76,7 @@ def test_a_bias_beside_scores_that_do_not_learn() -> None:
     "fn",
     [
         total_detached, logsumexp_detached, half_of_the_scores_detached, weights_of_the_values_detached,
-        logsumexp_beside_detached_weights,
+        logsumexp_beside_detached_weights, scores_doubled_under_no_grad,
     ],
 )  # fmt: skip
 def test_a_gradient_that_stops_on_some_ways_is_left_alone(fn: QKV) -> None:
