@@ -21,6 +21,7 @@ from collections.abc import Callable
 
 from torch.fx import GraphModule
 
+from fusecomp.graph.program import keep
 from fusecomp.graph.rewriting import Written, attempt
 from fusecomp.patterns.chains import unchain
 from fusecomp.patterns.distances import measure
@@ -43,7 +44,9 @@ def raised(_: str, error: Exception) -> None:
 
 
 def write_out(module: GraphModule, failed: Callable[[str, Exception], None] = raised) -> list[Written]:
-    """Write out every such call. A rewriting that stops with an error is told to `failed`; the others go on."""
+    """Write out every such call. A rewriting that stops with an error is told to `failed`; the others go on.
+    The graph remembers the program."""
+    keep(module)
     found: list[Written] = []
     for meaning in MEANINGS:
         written, error = attempt(module, meaning)

@@ -12,9 +12,11 @@ from regions import attention
 from torch import Tensor
 
 from fusecomp.errors import VerificationError
+from fusecomp.graph.program import Call
 from fusecomp.patterns.build import Match
 from fusecomp.running import inputs
-from fusecomp.running.subgraph import Run, inside, run_original
+from fusecomp.running.original import original
+from fusecomp.running.subgraph import Run
 from fusecomp.running.verify import drawn_inside
 
 SIZES = {"B": 2, "H": 3, "M": 13, "N": 21}
@@ -90,10 +92,10 @@ def test_what_the_graph_indexes_by_integers_is_watched() -> None:
     assert isinstance(match, Match)
     drawn = drawn_inside(match, {**SIZES, "N": 13}, torch.device("cpu"))
     (parents,) = [x for x in drawn if x.dtype == torch.int64]
-    assert inside(match, drawn)
+    assert original(match).inside(drawn)
     for outside in (13, -1):
         parents[1, 3] = outside
-        assert not inside(match, drawn)
+        assert not original(match).inside(drawn)
 
 
 def test_brackets_count_from_the_end() -> None:
@@ -107,7 +109,7 @@ def test_brackets_count_from_the_end() -> None:
     (at,) = [x for x in drawn if x.dtype == torch.int64]
     for value, expected in ((-12, True), (-13, False)):
         at[0] = value
-        assert inside(match, drawn) == expected
+        assert original(match).inside(drawn) == expected
 
 
 def test_lengths_that_are_kept_above_a_number_are_positive() -> None:
@@ -132,13 +134,14 @@ def test_what_a_program_has_read_for_the_last_time_is_not_kept() -> None:
     held: list[int] = []
 
     class Watched(Run):
-        def call(self, node: object) -> object:
-            found = super().call(node)  # type: ignore[arg-type]
+        def call(self, call: Call) -> object:
+            found = super().call(call)
             held.append(sum(isinstance(x, Tensor) and x.shape[-2:] == (13, 21) for x in self.env.values()))
             return found
 
-    run = Watched(match, None, q.device, dict(zip(match.inputs, (q, k, v), strict=True)))
-    torch.testing.assert_close(run.value(match.output, run.readers(match.output)), fn(q, k, v))
-    assert set(run.env) == {match.output}
+    section = original(match)
+    run = Watched(None, q.device, {n: x for (n,), x in zip(section.given, (q, k, v), strict=True)})
+    torch.testing.assert_close(run.through(section.calls, section.result), fn(q, k, v))
+    assert set(run.env) == {section.result}
     assert max(held) <= 2
-    torch.testing.assert_close(run_original(match, [q, k, v], torch.float64), fn(q.double(), k.double(), v.double()))
+    torch.testing.assert_close(section.run([q, k, v], torch.float64), fn(q.double(), k.double(), v.double()))

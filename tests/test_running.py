@@ -170,7 +170,7 @@ def failing(out: Tensor, tensors: Sequence[Tensor], sizes: Sequence[int]) -> Non
 
 
 @pytest.mark.parametrize(("launch", "said"), [
-    (zeros, "DISAGREES with the graph in float64"), (nothing, "are NaN or infinite on one side only"),
+    (zeros, "DISAGREES with the program in float64"), (nothing, "are NaN or infinite on one side only"),
     (failing, "RuntimeError: launch failed"),
 ])  # fmt: skip
 def test_a_wrong_kernel_is_never_used(

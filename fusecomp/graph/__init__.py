@@ -5,4 +5,5 @@
     holding                       parameters and buffers, under their own names
     facts                         order, shapes, storages, writes, the user's source lines
     rewriting, sdpa               calls that are written out, and put back where nothing came of it
+    program                       the calls of a graph as they were before that
 """

@@ -9,26 +9,17 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from torch.fx import GraphModule, Node
 from torch.fx.node import map_arg
 
 from fusecomp.graph.facts import Facts
 from fusecomp.graph.modes import Modes, in_their_modes
+from fusecomp.graph.program import WRITTEN, Call
 
 log = logging.getLogger(__name__)
 INSTEAD = "fusecomp_instead"
 """In the meta of a graph: {a node that left it: what stands for it}."""
-
-
-@dataclass(frozen=True)
-class Call:
-    """A call that left the graph."""
-
-    node: Node
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -120,7 +111,8 @@ def put_back(module: GraphModule, written: Sequence[Written], fused: Container[N
         else:
             gone.update(call.node for call in one.calls)
     del module.meta[INSTEAD]
-    module.meta.pop(AS_READ, None)
+    for key in (AS_READ, WRITTEN):
+        module.meta.pop(key, None)
 
 
 def stand_for(old: Node, new: Node) -> None:
@@ -133,6 +125,15 @@ def remember(old: Node, new: Node) -> None:
     """`new` stands for `old` in calls that are out of the graph."""
     assert old.graph.owning_module is not None
     _instead(old.graph.owning_module)[old] = new
+
+
+def stood_for(node: Node) -> list[Node]:
+    """The nodes whose value a node of the graph has: itself, what it stands for, what that stood for."""
+    assert node.graph.owning_module is not None
+    found, instead = [node], _instead(node.graph.owning_module)
+    for n in found:
+        found += [old for old, new in instead.items() if new is n]
+    return found
 
 
 def _instead(module: GraphModule) -> dict[Node, Node]:

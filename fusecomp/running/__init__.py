@@ -3,7 +3,8 @@
     lower, loader, launching, tune              a region made runnable: planned, emitted, loaded, launched
     library, hopper, cpu, blocks                who runs it: PyTorch's SDPA, Hopper's kernel, operators on a CPU
     backward                                    gradients without a kernel, by recomputation
-    verify, verdict, expected, inputs, subgraph the judge: random inputs, the graph's own nodes in float64
+    verify, verdict, expected, inputs           the judge: random inputs, what is right in float64
+    original, rewritten, subgraph               the program between them, run as it was written and as it is read
     cache                                       kernels and verdicts on disk
     operator, substitute, sums, visits, layout  what stands in the graph instead
     calls, inductor, direct, replay, launcher   what a call of it costs the host, made small

@@ -1,4 +1,4 @@
-"""What is right, from the graph's own nodes in float64 or from the region's meaning, and what eager gives."""
+"""What is right, from the program in float64 or from the region's meaning, and what eager gives."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from fusecomp.graph.learning import learns
 from fusecomp.ir.region import AttentionRegion, extent
 from fusecomp.patterns.build import Match
 from fusecomp.running.backward import gradients
-from fusecomp.running.subgraph import run_original
+from fusecomp.running.original import original
 from fusecomp.running.sums import arranged
 
 EXACT_SCORES = {"cpu": 1 << 23, "cuda": 1 << 28}
-"""Scores up to which the graph's own nodes are run in float64."""
-EAGER_SCORES = {"cpu": 1 << 25, "cuda": 1 << 31}
-"""Scores up to which they are run in the model's dtype."""
+"""Scores up to which the program is run in float64."""
+EAGER_SCORES = 8
+"""As many times more are run in the model's dtype."""
 KEPT = 8
 """As many times that memory is what autograd keeps."""
 SAMPLED_ROWS = 64
@@ -51,10 +51,16 @@ def pick(x: Tensor, region: AttentionRegion, places: Mapping[str, Tensor]) -> Te
     return x
 
 
-def original(match: Match, tensors: list[Tensor], out: Tensor, dtype: torch.dtype | None = None) -> Tensor | None:
-    """O from the graph's own nodes in the shape of `out`; None where the device has no room for its scores."""
+def rooms(match: Match, out: Tensor, keys: int) -> float:
+    """How many times as many scores might be run in float64."""
+    scores = out.numel() // max(out.shape[match.region.out_axes.index("dv")], 1) * keys
+    return EXACT_SCORES.get(out.device.type, 0) / max(scores, 1)
+
+
+def computed(match: Match, tensors: list[Tensor], out: Tensor, dtype: torch.dtype | None = None) -> Tensor | None:
+    """O from the program in the shape of `out`; None where the device has no room for its scores."""
     try:
-        found = run_original(match, tensors, dtype).reshape(out.shape)
+        found = original(match).run(tensors, dtype).reshape(out.shape)
     except torch.OutOfMemoryError:
         return None
     return found.nan_to_num(0.0) if match.region.empty_row == "zero" else found
@@ -64,11 +70,10 @@ def expected_gradients(
     match: Match, grad: Tensor, tensors: list[Tensor], lengths: Sequence[int], wanted: Sequence[int],
     grad_lse: Tensor | None,
 ) -> tuple[Sequence[Tensor | None], Sequence[Tensor], str]:  # fmt: skip
-    """(eager's, the exact ones, what those are): the graph's own nodes under autograd where there is room for what that
+    """(eager's, the exact ones, what those are): the program under autograd where there is room for what that
     keeps, else the region's meaning a block of rows at a time."""
     keys = dict(zip(match.region.sizes, lengths, strict=True)).get("N", 1)
-    scores = grad.numel() // max(grad.shape[match.region.out_axes.index("dv")], 1) * keys
-    if scores <= EXACT_SCORES.get(grad.device.type, 0) // KEPT and match.region.empty_row == "nan":
+    if rooms(match, grad, keys) >= KEPT and match.region.empty_row == "nan":
         found = [differentiated(match, grad, tensors, wanted, dtype, grad_lse) for dtype in (None, torch.float64)]
         if found[1] is not None:
             return found[0] or [None] * len(wanted), found[1], "autograd in float64"
@@ -80,14 +85,14 @@ def differentiated(
     match: Match, grad: Tensor, tensors: list[Tensor], wanted: Sequence[int], dtype: torch.dtype | None,
     grad_lse: Tensor | None,
 ) -> list[Tensor] | None:  # fmt: skip
-    """Gradients from the graph's own nodes; None where they cannot be run so. `grad_lse` is that of one log-sum-exp."""
+    """Gradients from the program; None where it cannot be run so. `grad_lse` is that of one log-sum-exp."""
     leaves = [t.detach().requires_grad_(i in wanted) for i, t in enumerate(tensors)]
     asked = [leaves[i] for i in wanted]
     try:
         with torch.enable_grad():
-            results, given = [run_original(match, leaves, dtype).reshape(grad.shape)], [grad]
+            results, given = [original(match).run(leaves, dtype).reshape(grad.shape)], [grad]
             for s in [s for s in match.sums if learns(s.node)][:1] if grad_lse is not None else []:
-                results.append(run_original(match, leaves, dtype, s.node))
+                results.append(original(match, s.node).run(leaves, dtype))
                 given.append(arranged(grad_lse, match.region, s))
             given = [g.to(x.dtype) for g, x in zip(given, results, strict=True)]
             found = torch.autograd.grad(results, asked, given, allow_unused=True)

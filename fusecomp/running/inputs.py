@@ -43,7 +43,8 @@ def draw(
     spans = {n: FEW if n in quantised else range(most) for n in names}
     while True:
         generator = torch.Generator(device=device).manual_seed(seed)
-        tensors = [_draw(e, spans[n], compared.get(n), generator, device) for n, e in zip(names, examples, strict=True)]
+        given = zip(names, examples, strict=True)
+        tensors = [tensor(e, spans[n], compared.get(n), generator, device) for n, e in given]
         tensors = meant(region, tensors, generator)
         wild = leaving(region, tensors, sizes)
         if not wild:
@@ -76,7 +77,7 @@ def nearer(span: range, most: int) -> range:
     return range(span.start + 1, span.start + 1 + most) if span.start < HIGHEST_START else range(0)
 
 
-def _draw(
+def tensor(
     example: Example, span: range, often: float | None, generator: torch.Generator, device: torch.device
 ) -> Tensor:
     """A tensor of the example's strides, expanded axes sharing memory as in the model. `often`: a value to mix in."""

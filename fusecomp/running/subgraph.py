@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,79 +11,91 @@ import torch
 from torch import Tensor
 from torch.fx import Node
 
-from fusecomp.graph.facts import op_name, reach
+from fusecomp.graph.facts import op_name, value
 from fusecomp.graph.holding import held
-from fusecomp.patterns.build import Match
+from fusecomp.graph.program import Call, Program, fixed
 from fusecomp.patterns.contraction import READERS
 from fusecomp.patterns.naming import SizeSource
 
 
-def run_original(
-    match: Match, inputs: Sequence[Tensor], dtype: torch.dtype | None = None, result: Node | None = None
-) -> Tensor:
-    """O, or another `result`, from the nodes as the user wrote them, on `inputs` (in region.operands order).
+@dataclass(frozen=True)
+class Section:
+    """Calls between the values that are given and a result."""
 
-    With `dtype`, every floating-point tensor and cast of the path becomes that dtype instead; but numbers that are made
-    of integers are made as written, in bfloat16 with a gap between 256 and 258. A tensor off the path lends only its
-    shape; it stands as zeros.
-    """
-    env = {n: _as(x, dtype) for n, x in zip(match.inputs, inputs, strict=True)}
-    run, last = Run(match, dtype, inputs[0].device, env), result or match.output
-    found: Tensor = run.value(last, run.readers(last))
-    return found
+    given: tuple[tuple[Node, ...], ...]
+    """The nodes that hold each of them."""
+    calls: tuple[Call, ...]
+    result: Node
+    program: Program
+    what: str = "the program"
+    """Whose calls they are."""
+
+    def run(self, inputs: Sequence[Tensor], dtype: torch.dtype | None = None) -> Tensor:
+        """The result. With `dtype`, every floating-point tensor and cast becomes that dtype instead; but numbers that
+        are made of integers are made as written, in bfloat16 with a gap between 256 and 258. A tensor that no call
+        makes lends only its shape; it stands as zeros."""
+        env = {n: _as(x, dtype) for nodes, x in zip(self.given, inputs, strict=True) for n in nodes}
+        run = Run(dtype, inputs[0].device, env)
+        return run.through(self.calls, self.result)  # type: ignore[no-any-return]
+
+    def text(self) -> str:
+        """The calls, nodes numbered in order, so that equal layers have equal texts."""
+        names = {n: f"in{i}" for i, nodes in enumerate(self.given) for n in nodes}
+        lines = []
+        for i, call in enumerate(self.calls):
+            names[call.node], target = f"n{i}", call.node.target
+            args = torch.fx.map_arg((call.args, call.kwargs), lambda n: names.get(n, "?"))
+            lines.append(f"n{i} = {getattr(target, '__qualname__', target)}{args}")
+        return "\n".join(lines)
+
+    def inside(self, inputs: Sequence[Tensor]) -> bool:
+        """Whether every index that is made of integers alone lies inside the tensor that it indexes: on a GPU, one
+        outside ends the process."""
+        given = {n: x for nodes, x in zip(self.given, inputs, strict=True) for n in nodes}
+        within = {call.node for call in self.calls}
+        for call in self.calls:
+            for index, x, dim in indices(call):
+                above = self.program.between(given, [index], within)
+                if any(map(floats, (index, *(n for c in above for n in (c.node, *c.reads()))))):
+                    continue  # what a sort of scores finds lies inside anyway
+                at = Run(None, inputs[0].device, dict(given)).through(above, index)
+                length = concrete(value(x).shape[dim])
+                least = -length if bare(call.node) in FROM_THE_END else 0
+                if at.numel() and (int(at.min()) < least or int(at.max()) >= length):
+                    return False
+        return True
 
 
 @dataclass(frozen=True)
 class Run:
-    """The path of one attention, node by node."""
+    """Calls, one after the other."""
 
-    match: Match
     dtype: torch.dtype | None
     device: torch.device
     env: dict[Node, Any]
     """The value of each node that is known."""
 
-    def value(self, result: Node, readers: Mapping[Node, int] | None = None) -> Any:
-        """The value of a node, after those above it: not recursively, as a path may be deeper than Python's stack.
-        What all of its `readers` have read is not kept: as eager, so that no more memory is taken than it takes."""
-        stack, left = [result], Counter(readers or {})
-        while stack:
-            node = stack[-1]
-            if node in self.env:
-                stack.pop()
-            elif not self.computed(node):
-                self.env[node] = self.given(node)
-            elif waiting := [n for n in node.all_input_nodes if n not in self.env]:
-                stack += waiting
-            else:
-                self.env[node] = self.call(node)
-                left.subtract(node.all_input_nodes)
-                for x in node.all_input_nodes:
-                    if left[x] == 0:
-                        del self.env[x]
-        return self.env[result]
+    def through(self, calls: Sequence[Call], result: Node) -> Any:
+        """The value of a node, each other one being kept while it is read."""
+        last = {n: i for i, call in enumerate(calls) for n in (call.node, *call.nodes())}
+        for i, call in enumerate(calls):
+            for n in call.nodes():
+                if n not in self.env:
+                    self.env[n] = self.lent(n)
+            self.env[call.node] = self.call(call)
+            for n in (call.node, *call.nodes()):
+                if last[n] == i and n is not result:
+                    self.env.pop(n, None)
+        return self.env[result] if result in self.env else self.lent(result)
 
-    def readers(self, result: Node) -> Counter[Node]:
-        """How many of the nodes that `result` is made of read each of them."""
-        made = [n for n in reach([result], self.reads) if self.reads(n)]
-        return Counter(x for n in made for x in self.reads(n))
-
-    def reads(self, node: Node) -> list[Node]:
-        """What a node is made of here; nothing where its value is known or lent."""
-        return node.all_input_nodes if node not in self.env and self.computed(node) else []
-
-    def computed(self, node: Node) -> bool:
-        val = node.meta.get("val")
-        on_path = node in self.match.path or isinstance(val, list | tuple)
-        return on_path and node.op == "call_function" and not fixed(val)
-
-    def given(self, node: Node) -> Any:
-        """What a node off the path lends."""
+    def lent(self, node: Node) -> Any:
+        """What a node lends that no call makes."""
         known = _as(constant(node), self.dtype)
         return stand_in(node.meta.get("val"), self.dtype, self.device) if known is None else known
 
-    def call(self, node: Node) -> Any:
-        args, kwargs = torch.fx.map_arg((node.args, node.kwargs), self.env.__getitem__)
+    def call(self, call: Call) -> Any:
+        node = call.node
+        args, kwargs = torch.fx.map_arg((call.args, call.kwargs), self.env.__getitem__)
         if self.dtype is None and op_name(node) in MIXED:
             args = _in_dtype(args, node.meta["val"].dtype)
         if op_name(node) == "detach_":
@@ -94,33 +105,19 @@ class Run:
         return node.target(*_retyped(args, self.dtype, node), **_retyped(kwargs, self.dtype, node))  # type: ignore[operator]
 
 
-def inside(match: Match, inputs: Sequence[Tensor]) -> bool:
-    """Whether every index that the path makes of integers alone lies inside the tensor that it indexes: on a GPU, one
-    outside ends the process."""
-    run = Run(match, None, inputs[0].device, dict(zip(match.inputs, inputs, strict=True)))
-    for node in match.path:
-        for index, x, dim in indices(node):
-            if whole(run, index):
-                at, length = run.value(index), concrete(x.meta["val"].shape[dim])
-                least = -length if bare(node) in FROM_THE_END else 0
-                if at.numel() and (int(at.min()) < least or int(at.max()) >= length):
-                    return False
-    return True
-
-
-def indices(node: Node) -> Iterator[tuple[Node, Node, int]]:
-    """(positions, tensor, axis) of what a node reads or writes at positions."""
-    name = bare(node)
+def indices(call: Call) -> Iterator[tuple[Node, Node, int]]:
+    """(positions, tensor, axis) of what a call reads or writes at positions."""
+    name, args = bare(call.node), call.args
     if name in ("index", "index_put"):
-        given = list(enumerate(node.args[1]))  # type: ignore[arg-type]
+        given = list(enumerate(args[1]))
         if not any(i is not None and i.meta["val"].dtype == torch.bool for _, i in given):
-            yield from ((i, node.args[0], dim) for dim, i in given if i is not None)  # type: ignore[misc]
-    elif name in BY_AXIS and isinstance(node.args[1], int):
-        yield node.args[2], node.args[0], node.args[1]  # type: ignore[misc]
-    elif name == "take_along_dim" and len(node.args) > 2:
-        yield node.args[1], node.args[0], node.args[2]  # type: ignore[misc]
+            yield from ((i, args[0], dim) for dim, i in given if i is not None)
+    elif name in BY_AXIS and isinstance(args[1], int):
+        yield args[2], args[0], args[1]
+    elif name == "take_along_dim" and len(args) > 2:
+        yield args[1], args[0], args[2]
     elif name == "embedding":
-        yield node.args[1], node.args[0], 0  # type: ignore[misc]
+        yield args[1], args[0], 0
 
 
 def bare(node: Node) -> str:
@@ -133,14 +130,7 @@ FROM_THE_END = {"index", "index_put", "index_fill"}
 BY_AXIS = {"gather", "index_select", "index_add", "index_copy", "index_fill", "scatter", "scatter_add"}
 
 
-def whole(run: Run, index: Node) -> bool:
-    """Whether a node is made of integers and truth values alone: what a sort of scores finds lies inside anyway."""
-    above = reach([index], lambda n: [x for x in n.all_input_nodes if run.computed(x)])
-    values = (n.meta.get("val") for n in above)
-    return not any(isinstance(v, Tensor) and v.is_floating_point() for v in values)
-
-
-MIXED = {*READERS, "softmax", "log_softmax"}
+MIXED = {*READERS, "softmax", "log_softmax", "scaled_dot_product_attention", "cdist", "cosine_similarity"}
 """Operations that autocast runs in another dtype than their arguments': the recorded dtype of the result tells."""
 
 
@@ -176,13 +166,6 @@ def concrete(n: Any) -> Any:
     return kind(n.node.expr.xreplace({s: assumed(s, n.node.shape_env) for s in n.node.expr.free_symbols}))
 
 
-def fixed(n: Any) -> bool:
-    """Whether a node's value is a number that the graph is compiled for: what it is read from lends only its shape."""
-    if isinstance(n, torch.SymInt | torch.SymFloat):
-        return bool(n.node.expr.is_number)
-    return isinstance(n, int | float)
-
-
 def assumed(symbol: Any, env: Any) -> Any:
     """A value for a number that is known only at run time: small, within its bounds, unlike that of other symbols."""
     known = env.backed_var_to_val if hasattr(env, "backed_var_to_val") else env.var_to_val
@@ -207,6 +190,11 @@ def length(source: SizeSource) -> Any:
     if isinstance(source, tuple):
         return source[0].meta["val"].shape[source[1]]
     return source.meta["val"] if isinstance(source, Node) else source
+
+
+def floats(node: Node) -> bool:
+    """Whether a node is a tensor of floating-point numbers."""
+    return floating(value(node))
 
 
 def floating(x: Any) -> bool:

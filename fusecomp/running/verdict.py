@@ -16,6 +16,10 @@ FLOOR = {torch.float32: 32 * 2.0**-23, torch.bfloat16: 2 * 2.0**-7, torch.float1
 """Relative error that is always allowed: what rounding the output alone may cost."""
 
 
+MISREAD = {torch.float32: 0.02, torch.bfloat16: 0.5, torch.float16: 0.5}
+"""Relative error of eager, its products in TF32 maybe, that is no rounding any more: the program was misread."""
+
+
 @dataclass(frozen=True)
 class Verdict:
     """What a comparison found."""
@@ -43,6 +47,8 @@ class Judged:
     eager: Tensor | None
     exact: Tensor
     against: str
+    meant: bool = False
+    """Whether `exact` is what was read of the program: eager must then be near it too."""
 
 
 def judge(judged: Judged, dtype: str, multiple: float = 1.0) -> Verdict:
@@ -58,6 +64,8 @@ def judge(judged: Judged, dtype: str, multiple: float = 1.0) -> Verdict:
     else:
         drift = floor / EAGER_MULTIPLE * 2
     budget = max(EAGER_MULTIPLE * drift, floor)
+    if judged.meant and drift > (most := MISREAD[getattr(torch, dtype)]):
+        return Verdict(False, drift, most, judged.against, "eager itself is as far from what was read")
     if wrong.any():
         detail = f"{int(wrong.sum())} of {wrong.numel()} elements are NaN or infinite on one side only"
         return Verdict(False, float("inf"), budget, judged.against, detail)

@@ -2,8 +2,8 @@
 
     max |kernel - exact|  <=  max(4 * max |eager - exact|, floor of the dtype)      relative to max |exact|
 
-`exact` is the graph's own nodes in float64. Where M x N is too large for that, the region's meaning in float64 on
-sampled rows stands in for it, and the graph's own nodes are still run in the model's dtype if they fit.
+`exact` is the program as it was written, in float64 (`original`). Where M x N is too large for that, the region's
+meaning in float64 on sampled rows stands in for it, and the program is still run in the model's dtype if it fits.
 """
 
 from __future__ import annotations
@@ -27,11 +27,13 @@ from fusecomp.ir.reference import evaluate
 from fusecomp.patterns.build import Match
 from fusecomp.running import cache, layout
 from fusecomp.running.backward import gradients
-from fusecomp.running.expected import EAGER_SCORES, EXACT_SCORES, expected_gradients, original, pick, sample
+from fusecomp.running.expected import EAGER_SCORES, KEPT, computed, expected_gradients, pick, rooms, sample
 from fusecomp.running.inputs import draw
 from fusecomp.running.launching import compiling
 from fusecomp.running.operator import Gradients, Launch, empty_ordered
-from fusecomp.running.subgraph import inside, run_original, seen
+from fusecomp.running.original import original, rewritten
+from fusecomp.running.rewritten import judge_rewriting
+from fusecomp.running.subgraph import seen
 from fusecomp.running.sums import arranged, whole
 from fusecomp.running.verdict import FLOOR, Judged, Verdict, judge
 
@@ -49,7 +51,7 @@ def verify(
 ) -> Verdict:  # fmt: skip
     """Hold a kernel, and its backward, against what they replace, on random inputs; cached by what was compared."""
     examples = layout.examples(match)
-    compared = (kernel, match.region.key, fingerprint(match), examples, dict(sizes))
+    compared = (kernel, match.region.key, fingerprint(match), examples, dict(sizes), sorted(match.learned))
     name = cache.digest(own_code(), machine(device), *compared)
     path = cache.directory("verdicts") / f"{name}.json"
     if (known := kept(path)) is not None:
@@ -62,6 +64,8 @@ def verify(
     if [t._version for t in drawn[0]] != before:
         drawn[0][:] = example(match, sizes, device)[0]  # the graph wrote into what it reads
     verdict = judge(run(), match.region.out_dtype)
+    if verdict.passed and (room := rooms(match, drawn[1], sizes["N"])) >= 1:
+        verdict = judge_rewriting(match, drawn[0], bool(match.learned) and room >= KEPT) or verdict
     if verdict.passed and match.region.lse:
         verdict = judge_log_sums(match, drawn, launch, sizes) or verdict
     if verdict.passed and differentiated is not None:
@@ -96,14 +100,9 @@ def machine(device: torch.device) -> str:
 
 
 def fingerprint(match: Match) -> str:
-    """The graph's own nodes as text, numbered in order, so that equal layers have equal fingerprints."""
-    numbers = {n: f"in{i}" for i, n in enumerate(match.inputs)}
-    lines = []
-    for node in sorted(match.path, key=lambda n: n):
-        numbers[node] = f"n{len(numbers)}"
-        args = torch.fx.map_arg((node.args, node.kwargs), lambda n: numbers.get(n, "?"))
-        lines.append(f"{numbers[node]} = {getattr(node.target, '__qualname__', node.target)}{args}")
-    return "\n".join(lines)
+    """What is compared, as text."""
+    sections = [original(match, result) for result in (match.output, *(s.node for s in match.sums))]
+    return "\n\n".join(s.text() for s in (*sections, *(rewritten(match) or ())))
 
 
 Drawn = tuple[list[Tensor], Tensor, list[int]]
@@ -120,10 +119,10 @@ def example(match: Match, sizes: Mapping[str, int], device: torch.device) -> Dra
 
 def drawn_inside(match: Match, sizes: Mapping[str, int], device: torch.device) -> list[Tensor]:
     """Random operands of which the graph's own nodes read nothing outside of a tensor. Raises VerificationError."""
-    examples = layout.examples(match)
+    examples, section = layout.examples(match), original(match)
     for seed in range(SEEDS):
         tensors = draw(match.region, examples, sizes, device, seed)
-        if inside(match, tensors):
+        if section.inside(tensors):
             return tensors
     raise VerificationError("no random integers were found that index no tensor of the graph outside of it")
 
@@ -176,20 +175,20 @@ def judges(
 ) -> Callable[[Tensor], Judged]:
     """What compares O with what is right."""
     region, device = match.region, out.device
-    scores = out.numel() // max(out.shape[region.out_axes.index("dv")], 1) * sizes["N"]
-    small = scores <= EXACT_SCORES.get(device.type, 0)
-    exact = original(match, tensors, out, torch.float64) if small else None
+    room = rooms(match, out, sizes["N"])
+    exact = computed(match, tensors, out, torch.float64) if room >= 1 else None
     if exact is not None:
-        eager = original(match, tensors, out)
-        return lambda out: Judged(out, eager, exact, "the graph in float64")
+        eager = computed(match, tensors, out)
+        against = f"{original(match).what} in float64"
+        return lambda out: Judged(out, eager, exact, against)
     places = sample(region, sizes, device)
     batch = {name: found for name, found in places.items() if name != "q_idx"}
     exact = evaluate(region, tensors, lengths, torch.float64, places["q_idx"], batch=batch)
-    eager = original(match, tensors, out) if scores <= EAGER_SCORES.get(device.type, 0) else None
+    eager = computed(match, tensors, out) if room >= 1 / EAGER_SCORES else None
     sampled = "its meaning in float64 on sampled rows"
     against = f"eager, and {sampled}" if eager is not None else sampled
     picked = None if eager is None else pick(eager, region, places)
-    return lambda out: Judged(pick(out, region, places), picked, exact, against)
+    return lambda out: Judged(pick(out, region, places), picked, exact, against, meant=True)
 
 
 def judge_log_sums(match: Match, drawn: Drawn, launch: Launch, sizes: Mapping[str, int]) -> Verdict | None:
@@ -200,9 +199,9 @@ def judge_log_sums(match: Match, drawn: Drawn, launch: Launch, sizes: Mapping[st
     launch(out, tensors, lengths, lse)
     for s in match.sums:
         got = arranged(whole(lse, region), region, s)
-        if got.numel() * sizes["N"] <= EXACT_SCORES.get(device.type, 0):
-            exact, eager = (run_original(match, tensors, dtype, s.node) for dtype in (torch.float64, None))
-            judged = Judged(got, eager, exact, "the log-sum-exp of the graph in float64")
+        if rooms(match, out, sizes["N"]) >= 1:
+            exact, eager = (original(match, s.node).run(tensors, dtype) for dtype in (torch.float64, None))
+            judged = Judged(got, eager, exact, f"the log-sum-exp of {original(match, s.node).what} in float64")
         else:
             places = sample(region, sizes, device)
             batch = {name: found for name, found in places.items() if name != "q_idx"}

@@ -1,0 +1,114 @@
+"""What a graph calls at one time, whatever becomes of it later: as the program was written, before a call of it was
+written out, or as it is now."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Collection, Container, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.fx import GraphModule, Node
+
+from fusecomp.graph.facts import is_tensor, op_name, storage, written_arguments
+from fusecomp.graph.holding import STATE, held
+
+WRITTEN = "fusecomp_program"
+"""In the meta of a graph: the program as it was written."""
+FIRST_LENDS = {
+    "zeros_like", "ones_like", "empty_like", "full_like", "new_zeros", "new_ones", "new_full", "new_empty", "sym_size",
+}  # fmt: skip
+SECOND_LENDS = {"expand_as", "view_as", "reshape_as", "type_as"}
+"""Calls to which one argument lends its shape or its dtype, not its values."""
+
+
+@dataclass(frozen=True)
+class Call:
+    """A call, with what it was given then."""
+
+    node: Node
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+    def nodes(self) -> list[Node]:
+        """All that it was given."""
+        found = list[Node]()
+        torch.fx.map_arg((self.args, self.kwargs), found.append)
+        return found
+
+    def reads(self) -> Iterator[Node]:
+        """The nodes whose values it reads."""
+        name, found = op_name(self.node), list[Node]()
+        lends = 0 if name in FIRST_LENDS else 1 if name in SECOND_LENDS else None
+        args = [x for i, x in enumerate(self.args) if i != lends]
+        torch.fx.map_arg((args, self.kwargs), found.append)
+        return iter(found)
+
+
+class Elsewhere(Exception):
+    """A value is made of more than what is given."""
+
+
+class Program:
+    """The calls of a graph as they are now, in order."""
+
+    def __init__(self, module: GraphModule) -> None:
+        self.calls = {n: Call(n, n.args, dict(n.kwargs)) for n in module.graph.nodes}
+        self.place = {n: i for i, n in enumerate(self.calls)}
+        self.writers: dict[int | None, list[Node]] = defaultdict(list)
+        for node in self.calls:
+            for target in written_arguments(node):
+                self.writers[storage(target)].append(node)
+
+    def between(
+        self, given: Collection[Node], results: Iterable[Node], within: Container[Node] | None = None
+    ) -> list[Call]:
+        """The calls that make the results of what is given, in order, with those that write into what they make. Raises
+        Elsewhere where they are made of more; but what is not `within` some nodes lends its shape."""
+        found, stack, memory = set[Node](), list(results), {storage(n) for n in given} - {None}
+        last = max(self.place[n] for n in stack)
+        while stack:
+            node = stack.pop()
+            if node in found or node in given or not computed(node) or (within is not None and off(node, within)):
+                continue
+            if node not in self.calls or node.op != "call_function":
+                raise Elsewhere(f"{node} is not made of {list(given)}")
+            writers = self.writers.get(storage(node), []) if is_tensor(node) else []
+            if storage(node) in memory and node in writers:
+                raise Elsewhere(f"{node} writes into what is given")
+            found.add(node)
+            stack += self.calls[node].reads()
+            stack += [w for w in writers if self.place[w] < last and storage(node) not in memory]
+        return [self.calls[n] for n in sorted(found, key=self.place.__getitem__)]
+
+
+def computed(node: Node) -> bool:
+    """Whether a node is more than a number that the graph is compiled for, a symbol, or a number written down."""
+    val = node.meta.get("val")
+    if node.op == "get_attr":
+        return bool(node.meta.get(STATE)) or not isinstance(held(node.graph.owning_module, node.target), torch.Tensor)
+    return is_tensor(node) or (node.op != "placeholder" and not fixed(val))
+
+
+def off(node: Node, within: Container[Node]) -> bool:
+    """Whether a node lends only its shape; parts of a tensor are what it is."""
+    on = node in within or isinstance(node.meta.get("val"), list | tuple)
+    return not on or node.op != "call_function"
+
+
+def fixed(n: Any) -> bool:
+    """Whether a node's value is a number that the graph is compiled for: what it is read from lends only its shape."""
+    if isinstance(n, torch.SymInt | torch.SymFloat):
+        return bool(n.node.expr.is_number)
+    return isinstance(n, int | float)
+
+
+def keep(module: GraphModule) -> None:
+    """Remember the program as it is written."""
+    module.meta[WRITTEN] = Program(module)
+
+
+def as_written(module: GraphModule) -> Program:
+    """The program as it was written; as it is now where nothing was rewritten."""
+    return module.meta.get(WRITTEN) or Program(module)

@@ -1,0 +1,106 @@
+"""A kernel is held against the program as it was written: a rewriting that is another function is noticed."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from corpus.table import Draw, qkv, scores
+from torch import Tensor
+from torch._dynamo.exc import BackendCompilerFailed
+from torch.nn.functional import cosine_similarity, scaled_dot_product_attention
+
+import fusecomp
+from fusecomp.patterns import distances, sdpa, sums
+
+pytestmark = pytest.mark.usefixtures("own_cache")
+
+
+def draw() -> list[Tensor]:
+    return list(qkv(Draw(torch.float32, "cpu", 1)))
+
+
+def masked(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """An operand and the result are the program's."""
+    return scaled_dot_product_attention(q, k, v, attn_mask=k[..., 0].unsqueeze(-2).expand(2, 3, 13, 21))
+
+
+def similar(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """The operands are made by the rewriting."""
+    return (cosine_similarity(q[..., :, None, :], k[..., None, :, :], -1) * 8).softmax(-1) @ v
+
+
+def difference(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """What is fused is part of the program's result."""
+    return (scores(q, k).softmax(-1) - 0.5 * scores(2 * q, k).softmax(-1)) @ v
+
+
+def without_scale(how: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+    return (q @ k.mT + mask).softmax(-1) @ v
+
+
+def without_norm(x: Tensor, y: Tensor, dim: int, eps: float, to: torch.dtype) -> Tensor:
+    return (x * (y / torch.linalg.vector_norm(y, dim=dim, keepdim=True))).sum(dim)
+
+
+def added(product: Any, t: Any, known: Any, weights: Any) -> Tensor:
+    return -MULTIPLIED(product, t, known, weights) if t.sign < 0 else MULTIPLIED(product, t, known, weights)
+
+
+def without_gradient(x: Tensor, y: Tensor, dim: int, eps: float, to: torch.dtype) -> Tensor:
+    sides = (s / torch.linalg.vector_norm(s, dim=dim, keepdim=True).detach() for s in (x, y))
+    left, right = sides
+    return (left * right).sum(dim)
+
+
+MULTIPLIED = sums.multiplied
+WRONG = [
+    (masked, sdpa, "definition", without_scale),
+    (similar, distances, "cosine", without_norm),
+    (difference, sums, "multiplied", added),
+]
+
+
+@pytest.fixture(autouse=True)
+def afresh() -> Iterator[None]:
+    torch._dynamo.reset()
+    fusecomp.reset()
+    yield
+    torch._dynamo.reset()
+
+
+def compiled(fn: Callable[..., Any], **options: Any) -> Callable[..., Any]:
+    return torch.compile(fn, backend="fusecomp", options={"inner": "eager", **options})
+
+
+@pytest.mark.parametrize(("fn", "module", "name", "wrong"), WRONG)
+def test_a_wrong_rewriting_costs_its_fusion_and_nothing_else(
+    fn: Any, module: Any, name: str, wrong: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(module, name, wrong)
+    with caplog.at_level(logging.WARNING):
+        torch.testing.assert_close(compiled(fn)(*draw()), fn(*draw()))
+    assert "DISAGREES with the program in float64" in caplog.text
+    assert fusecomp.counters()["fused"] == 0
+    torch._dynamo.reset()
+    with pytest.raises(BackendCompilerFailed, match="DISAGREES"):
+        compiled(fn, strict=True)(*draw())
+
+
+@pytest.mark.parametrize("fn", [masked, similar, difference])
+def test_the_right_one_is_fused(fn: Any) -> None:
+    torch.testing.assert_close(compiled(fn, strict=True)(*draw()), fn(*draw()), rtol=1e-4, atol=1e-5)
+    assert fusecomp.counters()["fused"] > 0
+
+
+def test_a_rewriting_with_another_gradient_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(distances, "cosine", without_gradient)
+    args = draw()
+    compiled(similar, strict=True)(*args)
+    assert fusecomp.counters()["fused"] == 1
+    torch._dynamo.reset()
+    with pytest.raises(BackendCompilerFailed, match="for the gradient of"):
+        compiled(similar, strict=True)(*(x.requires_grad_() for x in args))
