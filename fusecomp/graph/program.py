@@ -4,7 +4,7 @@ written out, or as it is now."""
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Container, Iterable, Iterator
+from collections.abc import Collection, Container, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -49,6 +49,9 @@ class Call:
 class Elsewhere(Exception):
     """A value is made of more than what is given."""
 
+    def __init__(self, node: Node) -> None:
+        self.node = node
+
 
 class Program:
     """The calls of a graph as they are now, in order."""
@@ -62,24 +65,24 @@ class Program:
                 self.writers[storage(target)].append(node)
 
     def between(
-        self, given: Collection[Node], results: Iterable[Node], within: Container[Node] | None = None
+        self, given: Collection[Node], results: Sequence[Node], within: Container[Node] | None = None
     ) -> list[Call]:
-        """The calls that make the results of what is given, in order, with those that write into what they make. Raises
+        """The calls that make the results of what is given, in order, with those that write into what they read. Raises
         Elsewhere where they are made of more; but what is not `within` some nodes lends its shape."""
         found, stack, memory = set[Node](), list(results), {storage(n) for n in given} - {None}
-        last = max(self.place[n] for n in stack)
         while stack:
             node = stack.pop()
             if node in found or node in given or not computed(node) or (within is not None and off(node, within)):
                 continue
             if node not in self.calls or node.op != "call_function":
-                raise Elsewhere(f"{node} is not made of {list(given)}")
-            writers = self.writers.get(storage(node), []) if is_tensor(node) else []
-            if storage(node) in memory and node in writers:
-                raise Elsewhere(f"{node} writes into what is given")
+                raise Elsewhere(node)
+            if storage(node) in memory and node in self.writers.get(storage(node), ()):
+                raise Elsewhere(node)
             found.add(node)
-            stack += self.calls[node].reads()
-            stack += [w for w in writers if self.place[w] < last and storage(node) not in memory]
+            above = list(self.calls[node].reads())
+            stack += above
+            stack += [w for x in above for w in self.writers.get(storage(x), ()) if self.place[w] < self.place[node]
+                      and storage(x) not in memory]  # fmt: skip
         return [self.calls[n] for n in sorted(found, key=self.place.__getitem__)]
 
 

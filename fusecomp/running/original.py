@@ -10,19 +10,22 @@ other between the nearest values that both have.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 
 import torch
 from torch.fx import Node
 
-from fusecomp.graph.facts import is_tensor, op_name
+from fusecomp.graph.facts import is_tensor, op_name, reach, said
 from fusecomp.graph.program import Call, Elsewhere, Program, as_written, computed
 from fusecomp.graph.rewriting import stood_for
+from fusecomp.graph.sdpa import CALL
 from fusecomp.patterns.build import Match
 from fusecomp.patterns.renormalised import POSITIVE
 from fusecomp.running.subgraph import Section
 
 REWRITTEN = "the graph as rewritten"
+WIDER = 4
+"""Times that the values between which is compared are looked for further up."""
 
 
 def original(match: Match, result: Node | None = None) -> Section:
@@ -34,7 +37,10 @@ def original(match: Match, result: Node | None = None) -> Section:
 def written(match: Match, result: Node) -> Section | None:
     """The program's calls between operands and a result; None where a rewriting made one of them."""
     program = as_written(match.output.graph.owning_module)
-    return section(program, match.inputs, result, whole=result is match.output)  # V is not in a log-sum-exp
+    try:
+        return section(program, match.inputs, result, whole=result is match.output)  # V is not in a log-sum-exp
+    except Elsewhere:
+        return None
 
 
 def read(match: Match, result: Node) -> Section:
@@ -45,16 +51,12 @@ def read(match: Match, result: Node) -> Section:
 
 
 def section(program: Program, inputs: tuple[Node, ...], result: Node, whole: bool = True) -> Section | None:
-    """A program's calls between values that the graph has: where `whole`, all of them."""
+    """A program's calls between values that the graph has: where `whole`, all of them. Raises Elsewhere."""
     given = tuple(tuple(known(program, n)) for n in inputs)
     results = known(program, result)
     if not all(given) or not results:
         return None
-    nodes = {n for held in given for n in held}
-    try:
-        calls = program.between(nodes, results[-1:])
-    except Elsewhere:
-        return None
+    calls = program.between({n for held in given for n in held}, results[-1:])
     used = {n for call in calls for n in call.reads()}
     whole = all(map(used.intersection, given)) or not whole
     return Section(given, tuple(calls), results[-1], program) if whole else None
@@ -72,15 +74,20 @@ def rewritten(match: Match) -> tuple[Section, Section] | None:
     result = first_known(program, match.output)
     if result is None or written(match, match.output) is not None:
         return None
-    given = tuple(boundary(program, match, result))
-    before = section(program, given, result)
-    if before is None or any(map(random, before.calls)):
-        return None
-    now = Program(module)
-    try:
-        return before, Section(tuple((n,) for n in given), tuple(now.between(given, [result])), result, now)
-    except Elsewhere:
-        return None
+    now, passed = Program(module), set[Node]()
+    for _ in range(WIDER):
+        given = tuple(boundary(program, match, result, passed))
+        try:
+            before, after = section(program, given, result), now.between(given, [result])
+            if before is None or any(map(random, (*before.calls, *after))):
+                return None
+            return before, Section(tuple((n,) for n in given), tuple(after), result, now)
+        except Elsewhere as other:  # the program makes it of what one of these is made of
+            near = {n for n in given if other.node in reach([n], lambda n: n.all_input_nodes if n in given else ())}
+            if not near:
+                return None
+            passed |= near
+    return None
 
 
 def first_known(program: Program, output: Node) -> Node | None:
@@ -95,22 +102,25 @@ def first_known(program: Program, output: Node) -> Node | None:
     return None
 
 
-def boundary(program: Program, match: Match, result: Node) -> Iterator[Node]:
-    """The nearest values above a result, outside of the attention, that the program has and that may be any: what is
-    positive is drawn so, as a rewriting may count on it."""
+def boundary(program: Program, match: Match, result: Node, passed: Container[Node]) -> Iterator[Node]:
+    """The nearest values above a result, outside of the attention and not `passed`, that the program has and that may
+    be any: what is positive is drawn so, as a rewriting may count on it."""
     seen, stack = {result}, [result]
     while stack:
         node = stack.pop()
-        inside = node is result or node is match.output or (node in match.path and node not in match.inputs)
-        if not inside and is_tensor(node) and op_name(node) not in POSITIVE and known(program, node):
+        above = [n for n in Call(node, node.args, node.kwargs).reads() if computed(n)]
+        inside = node in (result, match.output) or (node in match.path and node not in match.inputs) or node in passed
+        drawn = is_tensor(node) and (above or node.op != "call_function") and op_name(node) not in POSITIVE
+        if drawn and not inside and known(program, node):
             yield node
             continue
-        above = [n for n in Call(node, node.args, node.kwargs).reads() if computed(n) and n not in seen]
+        stack += [n for n in above if n not in seen]
         seen.update(above)
-        stack += above
 
 
 def random(call: Call) -> bool:
-    """Whether a call draws numbers, or is a kernel of ours."""
+    """Whether a call draws numbers, or is a kernel of ours: its part was looked at with the first that was fused."""
+    if op_name(call.node) == CALL:
+        return bool(said(call.args, call.kwargs, 4, "dropout_p", 0.0))
     tags = getattr(call.node.target, "tags", ())
     return torch.Tag.nondeterministic_seeded in tags or getattr(call.node.target, "namespace", "") == "fusecomp"
