@@ -15,7 +15,7 @@ from collections.abc import Container, Iterator
 import torch
 from torch.fx import Node
 
-from fusecomp.graph.facts import is_tensor, op_name, reach, said
+from fusecomp.graph.facts import is_tensor, op_name, said
 from fusecomp.graph.program import Call, Elsewhere, Program, as_written, computed
 from fusecomp.graph.rewriting import stood_for
 from fusecomp.graph.sdpa import CALL
@@ -83,7 +83,7 @@ def rewritten(match: Match) -> tuple[Section, Section] | None:
                 return None
             return before, Section(tuple((n,) for n in given), tuple(after), result, now)
         except Elsewhere as other:  # the program makes it of what one of these is made of
-            near = {n for n in given if other.node in reach([n], lambda n: n.all_input_nodes if n in given else ())}
+            near = {n for n in given if other.node in n.all_input_nodes}
             if not near:
                 return None
             passed |= near
