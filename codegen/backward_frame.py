@@ -13,7 +13,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from fusecomp.codegen.base2 import Exponent, exponent, may_be_minus_inf, scaled
+from fusecomp.codegen.base2 import Exponent, exponent, scaled
 from fusecomp.codegen.cheaper import cheaper
 from fusecomp.codegen.derivative import ONE, derivative, factored
 from fusecomp.codegen.frame import Frame, merged
@@ -207,9 +207,8 @@ class GradientFrame(Frame):
 
     @cached_property
     def may_be_hidden(self) -> bool:
-        """Whether such a row is one that the mask fills with -inf: its scores have no gradient, though O is NaN."""
-        filled = any(map(may_be_minus_inf, parts(self.raw)))
-        return self.may_be_empty and self.region.empty_row == "nan" and not filled
+        """Whether O may be NaN in such a row: it adds nothing to any gradient all the same."""
+        return self.may_be_empty and self.region.empty_row == "nan"
 
     # ------------------------------------------------------------------------------------------------------------
     # Keys: the axes that dK and dV have, and those they sum over

@@ -74,7 +74,7 @@ def delta(frame: GradientFrame, may_be_empty: bool, may_be_hidden: bool) -> Line
     if less:
         lines.append("delta -= tl.sum(d_lse, axis=1)")
     if may_be_hidden:
-        lines.append("# A row that saw no key has a NaN in O, but its scores were filled: they have no gradient")
+        lines.append("# A row that saw no key may have a NaN in O: it adds nothing to any gradient")
         lines.append('delta = tl.where(tl.sum(lse, axis=1) == float("-inf"), 0.0, delta)')
     return lines
 

@@ -67,20 +67,24 @@ def test_rows_filled_with_minus_infinity_take_no_part(interpreter: Interpreter) 
     assert not found[0][:, :, [3, 20]].any()
 
 
-def test_rows_that_a_mask_hides_have_no_gradient(interpreter: Interpreter) -> None:
+@pytest.mark.parametrize("biased", [False, True])
+def test_rows_that_a_mask_hides_have_no_gradient(interpreter: Interpreter, biased: bool) -> None:
     """Eager's O is NaN there, but the fill cuts what flows back to Q and K; V's gradient is that of the other rows."""
-    region = attention(scaled_score, load(0, q_idx, kv_idx, dtype="bool"), loads=[((M, N), "bool")])
+    s = apply("add", scaled_score, load(1, h, q_idx, kv_idx)) if biased else scaled_score
+    loads = [((M, N), "bool"), ((H, M, N), "float32")][: 1 + biased]
+    region = attention(s, load(0, q_idx, kv_idx, dtype="bool"), loads=loads)
     keep = normal(23, 37) > 0
     keep[3], keep[20] = False, False
-    agree(interpreter, region, [*qkv(16), keep], SIZES, wanted=("q", "k"))
-    args, lengths, grad_out = [*qkv(16), keep], list(SIZES.values()), normal(2, 3, 23, 16)
+    more = [keep, *([normal(3, 23, 37)] if biased else [])]
+    agree(interpreter, region, [*qkv(16), *more], SIZES, wanted=("q", "k"))
+    args, lengths, grad_out = [*qkv(16), *more], list(SIZES.values()), normal(2, 3, 23, 16)
     out, lse = torch.empty(2, 3, 23, 16), torch.empty(2, 3, 23, *saved(region))
     out, *_, lse = interpreter.launch(emit(region, tiles(region), saves_lse=True), out, args, lengths, lse)
     assert out[:, :, 3].isnan().all()
-    grads = [*(torch.full_like(x, torch.nan) for x in args[:3]), None]
+    grads = [*(torch.full_like(x, torch.nan) for x in args[:3]), *(None for _ in more)]
     found, *_ = interpreter.launch(emit_backward(region, small(region)), grads, out, grad_out, lse, args, lengths)
     v = args[2].double().requires_grad_()
-    others = evaluate(replace(region, empty_row="zero"), [*args[:2], v, keep], SIZES)
+    others = evaluate(replace(region, empty_row="zero"), [*args[:2], v, *more], SIZES)
     (expected,) = torch.autograd.grad(others, v, grad_out.double())
     torch.testing.assert_close(found[2].double(), expected, rtol=1e-5, atol=1e-5)
 

@@ -35,8 +35,8 @@ LOG2E = tl.constexpr(1.4426950408889634)  # log2(e)
 
 @triton.jit(do_not_specialize=["M"])
 def row_products(
-    out_ptr, grad_out_ptr, delta_ptr, out_stride_0, out_stride_1, out_stride_2, grad_out_stride_0,
-    grad_out_stride_1, grad_out_stride_2, M, BLOCK_M: tl.constexpr,
+    out_ptr, grad_out_ptr, lse_ptr, delta_ptr, out_stride_0, out_stride_1, out_stride_2,
+    grad_out_stride_0, grad_out_stride_1, grad_out_stride_2, M, BLOCK_M: tl.constexpr,
 ):
     program = tl.program_id(0)
     q_tiles = tl.cdiv(M, BLOCK_M)
@@ -59,6 +59,9 @@ def row_products(
     ).to(tl.float32)
     rows = outer * M + q_start + q_row  # [BLOCK_M, 1], in lse and delta
     delta = tl.sum(o_tile * do_tile, axis=1)
+    lse = tl.load(lse_ptr + 2 * rows, mask=row < M - q_start)
+    # A row that saw no key may have a NaN in O: it adds nothing to any gradient
+    delta = tl.where(tl.sum(lse, axis=1) == float("-inf"), 0.0, delta)
     tl.store(delta_ptr + rows, delta[:, None], mask=row < M - q_start)
 
 
@@ -345,7 +348,7 @@ def launch(grads, out, grad_out, lse, tensors, sizes):
         return
     delta = lse.new_empty(lse.shape[:-1])
     row_products[(B * -(-M // 64),)](
-        out, grad_out, delta, *out.stride(), *grad_out.stride(), M, BLOCK_M=64, num_warps=4,
+        out, grad_out, lse, delta, *out.stride(), *grad_out.stride(), M, BLOCK_M=64, num_warps=4,
         num_stages=1,
     )
     if grad_q is not None:
