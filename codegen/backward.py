@@ -216,7 +216,6 @@ def rounded_sums(frame: GradientFrame) -> tuple[str, list[str]]:
 
 def query_gradient(frame: GradientFrame) -> tuple[str, list[str]]:
     """dQ: one program walks the keys of one query tile."""
-    listed = frame.tabled and not frame.ranged
     holes = {
         "program": batch_axes(frame),
         "rows": query_rows(frame),
@@ -226,8 +225,8 @@ def query_gradient(frame: GradientFrame) -> tuple[str, list[str]]:
         "values": queries.query_values(frame),
         "pointers": tile_pointers(frame),
         "accs": queries.accumulators(frame),
-        "key_range": table_row(frame) if listed else key_range(frame),
-        "full_range": full_tiles() if listed else whole_tiles(frame),
+        "key_range": table_row(frame) if frame.listed else key_range(frame),
+        "full_range": full_tiles() if frame.listed else whole_tiles(frame),
         "full_begin": "full_begin" if frame.k_begin != "0" or frame.tabled else "0",
         "full_tile": queries.full_tile(frame),
         "edge_loop": other_tiles(frame, queries.masked_tile(frame), frame.kv_idx) if frame.tabled else edge_loop(frame),

@@ -131,7 +131,8 @@ def _described(source: KernelSource, types: dict[str, str], kernel: str) -> dict
     dtypes = {o.name: o.dtype for o in source.region.operands}
     for name, block in _blocks(source, kernel).items():
         dtype = "float32" if name == "row" else dtypes.get(name, source.region.out_dtype)
-        width, bits, held = 0 if name == "row" else 128, 8 * BYTES[dtype], POINTERS[dtype].removeprefix("*")
+        bits, held = 8 * BYTES[dtype], "u8" if dtype == "bool" else POINTERS[dtype].removeprefix("*")
+        width = 0 if name == "row" else min(128, block[-1] * BYTES[dtype])
         layout = NVMMASharedLayout(swizzle_byte_width=width, element_bitwidth=bits, rank=len(block))
         if f"{name}_desc" in types:
             types[f"{name}_desc"] = f"tensordesc<{held}{block},{layout!r}>"

@@ -14,7 +14,7 @@ COLUMNS = 128
 """Of O that are on their way out at once, at most."""
 MEMORY = 232_448 - 1024
 """B of a program's shared memory, less what its barriers take."""
-WIDTHS = {"bfloat16": 2, "float16": 2, "float32": 4}
+WIDTHS = {"bool": 1, "bfloat16": 2, "float16": 2, "float32": 4}
 """B of what can come in blocks."""
 
 
@@ -45,7 +45,7 @@ def fits(region: AttentionRegion, plan: TilePlan) -> bool:
     2 B (rows (D + min(D, COLUMNS)) + 2 stages keys D) + stages wide rows keys  <=  MEMORY
     """
     wide, d = sum(WIDTHS[x.dtype] for x in copied(region)), region.head_size
-    if not plan.consumers or not wide or plan.visits != "bounds":
+    if not plan.consumers or not wide or plan.visits == "ranges":
         return False
     held = 2 * (plan.block_m * (d + min(d, COLUMNS)) + 2 * plan.stages * plan.block_n * d)
     return held + plan.stages * wide * plan.block_m * plan.block_n <= MEMORY

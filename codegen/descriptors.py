@@ -26,7 +26,7 @@ Lines = list[str]
 ARCHITECTURES = ("sm_90", "sm_100")
 STEP = 16
 """Bytes."""
-BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "float8_e4m3fn": 1, "float8_e5m2": 1}
+BYTES = {"bool": 1, "float32": 4, "float16": 2, "bfloat16": 2, "float8_e4m3fn": 1, "float8_e5m2": 1}
 
 
 def choose(

@@ -214,15 +214,14 @@ def rescue_kernel(frame: Frame, saves_lse: bool) -> tuple[str, list[str]]:
 
 def common(frame: Frame) -> dict[str, list[str]]:
     """The holes that both skeletons have, and fill alike."""
-    listed = frame.tabled and not frame.ranged
     return {
         "rows": query_rows(frame),
         "columns": columns(frame),
         "fixed": fixed_loads(frame),
         "query": query_tiles(frame),
         "pointers": tile_pointers(frame),
-        "key_range": table_row(frame) if listed else key_range(frame),
-        "full_range": full_tiles() if listed else whole_tiles(frame),
+        "key_range": table_row(frame) if frame.listed else key_range(frame),
+        "full_range": full_tiles() if frame.listed else whole_tiles(frame),
         "descriptors": descriptors(frame),
         "full_tile": full_tile(frame),
         "edge_loop": other_tiles(frame) if frame.tabled else edge_loop(frame),

@@ -167,6 +167,11 @@ class Frame:
         """Whether it has a range of tiles for each row, not a list."""
         return self.tabled and self.plan.visits == "ranges"
 
+    @property
+    def listed(self) -> bool:
+        """Whether it has a list of tiles for each row."""
+        return self.tabled and not self.ranged
+
     @cached_property
     def needs_pivot(self) -> bool:
         """Whether a row's maximum may still be -inf after its first tile: not where key 0 is in every row's first tile,

@@ -89,9 +89,9 @@ def specialised(region: AttentionRegion, plan: TilePlan) -> TilePlan:
     size, n = extent(region.dv), 2 if plan.visits != "bounds" else groups(region)
     tile = replace(plan, block_m=n * GROUP_ROWS, block_n=KEYS[size], warps=4, stages=STAGES[size], pack=1)
     tile = replace(tile, loads="descriptor", consumers=n, resident=1, registers=0, cost=None, rejected=())
-    if plan.visits != "bounds" and size == NARROW:
+    if plan.visits == "ranges" and size == NARROW:
         return replace(tile, block_n=NARROW, resident=2)
-    if not copied(region) or plan.visits != "bounds":
+    if not copied(region) or plan.visits == "ranges":
         return tile
     made = [replace(tile, block_n=keys, stages=stages) for keys in (KEYS[size], NARROW) for stages in (3, 2)]
     return next((t for t in made if fits(region, t)), made[-1])
@@ -117,8 +117,10 @@ def registers(plan: TilePlan) -> tuple[int, int, int]:
 
 
 def holds_q(plan: TilePlan, size: int) -> bool:
-    """Whether registers hold Q of a tile, so that the next one's can be copied in."""
-    return size <= COLUMNS and plan.consumers == 2 and not shares(plan)
+    """Whether registers hold Q of a tile, so that the next one's can be copied in: not where they hold a tile of a mask
+    too."""
+    crowded = plan.visits == "table" and size * plan.block_n > 128 * 64
+    return size <= COLUMNS and plan.consumers == 2 and not (crowded or shares(plan))
 
 
 def shares(plan: TilePlan) -> bool:
@@ -133,10 +135,10 @@ def at_once(plan: TilePlan) -> bool:
     return plan.consumers == 3
 
 
-def in_words(region: AttentionRegion) -> bool:
+def in_words(region: AttentionRegion, visits: str) -> bool:
     """Whether P is carried from step to step two in a register: at D 256, where O takes half of them, a loop beside one
     with a mask moves less. Causal 0.197 ms where 0.202, full 0.364 where 0.360 (B 2, H 8, N 4096; probes_h200.json)."""
-    return extent(region.dv) > COLUMNS and _sloped(region)
+    return visits == "table" or (extent(region.dv) > COLUMNS and _sloped(region))
 
 
 def blocks(frame: Frame) -> dict[str, list[int]]:

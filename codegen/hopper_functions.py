@@ -79,6 +79,17 @@ def widen(x):
     )
 '''
 
+OPENED = '''
+@gluon.jit
+def opened(pairs):
+    """Which of booleans are true, two in a word."""
+    even, odd = gl.inline_asm_elementwise(
+        "{ .reg .b32 w; cvt.u32.u16 w, $2; and.b32 $0, w, 0xff; and.b32 $1, w, 0xff00; }",
+        "=r,=r,h", [pairs], dtype=(gl.int32, gl.int32), is_pure=True, pack=1,
+    )
+    return gl.convert_layout(gl.join(even, odd).reshape([64, BLOCK_N]), SCORES) != 0
+'''
+
 APART = '''
 @gluon.jit
 def apart(score):

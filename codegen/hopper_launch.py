@@ -34,7 +34,7 @@ def launch(frame: Frame, params: list[str], saves_lse: bool) -> Lines:
     """Programs that stay, one for each multiprocessor, and a counter of the tiles that are taken."""
     region, product = frame.region, frame.region.products[0]
     m, n = (triton_text(v.size, frame.names) for v in (frame.q_idx, frame.kv_idx))
-    read = {x.tensor: x.tensor for _, x in frame.copied}
+    read = {x.tensor: f"{x.tensor}{'.view(torch.uint8)' * (x.dtype == 'bool')}" for _, x in frame.copied}
     names = dict.fromkeys((product.q.operand, product.k.operand, region.v.operand, *read))
     outer = " * ".join(outer_sizes(frame)) or "1"
     section = f"max(1, min({outer}, K_TURN.value // max({n}, 1)))" if frame.heavy_last else _sharing(frame)

@@ -4,7 +4,7 @@ memory beside each tile of K, by the same barriers. (frame) -> lines; nothing wh
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from fusecomp.codegen.base2 import peel
@@ -13,10 +13,23 @@ from fusecomp.codegen.frame import Frame
 from fusecomp.codegen.hopper import GROUP_ROWS, blocks, holds_q
 from fusecomp.codegen.memory import widened
 from fusecomp.codegen.printer import triton_dtype
-from fusecomp.ir.expr import Apply, Load, Score, Var, parts, variables
+from fusecomp.codegen.skeletons import fill
+from fusecomp.ir.expr import Apply, Expr, Load, Score, Var, parts, variables
 from fusecomp.ir.region import extent
 
 Lines = list[str]
+Holes = dict[str, str | Lines]
+HELD_AS = {"float32": ("float32", "BLOCK_N", "WIDE"), "bool": ("int16", "BLOCK_N // 2", "FLAGS")}
+"""Blocks of other than 16 bits: elements, columns, layout."""
+FLAGS = '''\
+FLAGS = gl.constexpr(gl.NVMMASharedLayout(swizzle_byte_width=«row», element_bitwidth=16, rank=2))  # of booleans by two
+PAIRS = gl.constexpr(gl.DistributedLinearLayout(
+    [[8, 0], «columns»], [[0, 1], [0, 2], [1, 0], [2, 0], [4, 0]], [[16, 0], [32, 0]], [], [64, «pairs»],
+))  # of those of the accumulator of S
+BOXES |= {(8, n): gl.NVMMASharedLayout(«row», 8, n) for n in (2, 3, 4, 5)}
+'''
+MASKED = "block < above"
+"""Of the tiles of a list, those of which a mask is read."""
 
 
 def turning(frame: Frame) -> tuple[Var, ...]:
@@ -38,20 +51,39 @@ def memory(frame: Frame) -> list[str]:
 def allocated(frame: Frame) -> Lines:
     """Memory of the tiles."""
     return [
-        f"{x.tensor}_smem = gl.allocate_shared_memory({triton_dtype(x.dtype)}, "
-        f"[STAGES * GROUPS, {GROUP_ROWS}, BLOCK_N], {'WIDE' if x.dtype == 'float32' else 'SHARED'})"
+        f"{x.tensor}_smem = gl.allocate_shared_memory({triton_dtype(held)}, "
+        f"[STAGES * GROUPS, {GROUP_ROWS}, {columns}], {layout})"
         for _, x in frame.copied
+        for held, columns, layout in [HELD_AS.get(x.dtype, (x.dtype, "BLOCK_N", "SHARED"))]
     ]
 
 
-def size(frame: Frame) -> str:
-    """Bytes of them beside a tile of K."""
+def flags(frame: Frame) -> Lines:
+    """Layouts of booleans: [1, 2 j] and [1, 2 j + 1] are one word, of which a thread has those of its scores."""
+    if all(x.dtype != "bool" for _, x in frame.copied):
+        return []
+    keys = frame.plan.block_n
+    columns = ", ".join(f"[0, {4 << i}]" for i in range((keys // 8).bit_length() - 1))
+    return fill(FLAGS, {"row": str(min(128, keys)), "columns": columns, "pairs": str(keys // 2)}).splitlines()
+
+
+def expected(frame: Frame, k_bytes: str) -> Lines:
+    """How many bytes come with a tile of K."""
+    expect = "mbarrier.expect(k_ready.index(slot), {})"
     wide = sum(WIDTHS[x.dtype] for _, x in frame.copied)
-    return f" + BLOCK_M * BLOCK_N * {wide}" if wide else ""
+    alone, together = expect.format(k_bytes), expect.format(f"{k_bytes} + BLOCK_M * BLOCK_N * {wide}")
+    if not wide or not frame.listed:
+        return [together if wide else alone]
+    return [f"if {MASKED}:", f"    {together}", "else:", f"    {alone}"]
 
 
 def copies(frame: Frame, place: Callable[[Load], str]) -> Lines:
-    """Tiles of all of them, for every group; `place`: the coordinates of a block."""
+    """Tiles of all of them, for every group, where they are read; `place`: the coordinates of a block."""
+    lines = _copies(frame, place)
+    return [f"if {MASKED}:", *("    " + line for line in lines)] if lines and frame.listed else lines
+
+
+def _copies(frame: Frame, place: Callable[[Load], str]) -> Lines:
     lines: Lines = []
     for _, x in frame.copied:
         block = f"{x.tensor}_desc.dtype, {blocks(frame)[x.tensor]}, {x.tensor}_desc.layout"
@@ -64,11 +96,30 @@ def copies(frame: Frame, place: Callable[[Load], str]) -> Lines:
 def read(frame: Frame) -> Lines:
     """bias_tile = bias[b, h, q_idx, kv_idx] over the tile."""
     index = "index(count % STAGES * GROUPS + group)"
-    loads = [(name, x.dtype, f"{x.tensor}_smem.{index}.load(SCORES)") for name, x in frame.copied]
-    tiles = [
-        f"{name} = {f'widen({load})' if dtype == 'bfloat16' else load + widened(dtype)}" for name, dtype, load in loads
-    ]
-    return [*tiles, "fence_async_shared()"] if tiles else []
+    lines = []
+    for name, x in frame.copied:
+        load = f"{x.tensor}_smem.{index}.load({'PAIRS' if x.dtype == 'bool' else 'SCORES'})"
+        lines.append(f"{name} = {f'widen({load})' if x.dtype == 'bfloat16' else load + widened(x.dtype)}")
+    return lines
+
+
+def masks(frame: Frame, tests: Sequence[Expr]) -> tuple[Lines, list[Expr]]:
+    """(S of those `tests` that are such booleans, the others). They are asked when S is there, and by themselves:
+    before, or together with others, the compiler would carry the answers as bits."""
+    names: dict[Expr, str] = {x: name for name, x in frame.copied if x.dtype == "bool"}
+    opened = [f"{name} = opened({name})" for name in names.values()]
+    alone = [t for t in tests if t in names]
+    rest = [t for t in tests if t not in names]
+    return [*opened, *(f'score = gl.where({names[t]}, score, float("-inf"))' for t in alone)], rest
+
+
+def in_step(frame: Frame, masked: bool = True) -> Holes:
+    """What a step reads of them, what its product is added to, and what lets the next be copied over them: behind the
+    products, for it waits for all that was read. A full tile of a list reads none."""
+    begun = start(frame) if masked or not frame.listed else None
+    lines = read(frame) if masked or not frame.listed else []
+    product = f"{begun.tile}, " if begun else "gl.zeros([64, BLOCK_N], gl.float32, SCORES), use_acc=False, "
+    return {"pairs": lines, "product": product, "freed": ["fence_async_shared()"] if lines else []}
 
 
 @dataclass(frozen=True)

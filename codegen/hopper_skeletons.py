@@ -37,6 +37,7 @@ P_TILE = gl.constexpr(gl.DotOperandLayout(0, OUTPUT.value, 2))
 SHARED = gl.constexpr(gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2))
 «wide»
 BOXES = {(bits, n): gl.NVMMASharedLayout(128, bits, n) for bits in (16, 32) for n in (2, 3, 4, 5)}  # in shared memory
+«flags»
 THREADS = gl.constexpr(«threads»)  # of all warps that multiply, and the one that copies
 # Numbers of the hardware's named barriers; Triton itself uses those up to 3
 «names» = «barriers»
@@ -99,7 +100,7 @@ def produce(given):
                 k_start = «k_start»
                 if count >= STAGES:
                     barrier("sync", K_FREE + slot, THREADS)
-                mbarrier.expect(k_ready.index(slot), «with_k»)
+                «expected»
                 tma.async_copy_global_to_shared(
                     k_desc, «k_at», k_ready.index(slot), k_smem.index(slot)._reinterpret(«k_block»)
                 )
@@ -182,6 +183,7 @@ copied(k_ready, count, STAGES)
 «pairs»
 k_tile = k_smem.index(count % STAGES).permute((1, 0))
 score = warpgroup_mma(q_tile, k_tile, «product»is_async=True)
+«freed»
 score = warpgroup_mma_wait(0, (score,))
 barrier("arrive", K_FREE + count % STAGES, THREADS)
 «edge_score»
@@ -232,6 +234,7 @@ copied(v_ready, count - 1, STAGES)
 «whole»
 acc = warpgroup_mma(p, v_smem.index((count - 1) % STAGES), acc, is_async=True)
 barrier("arrive", MULTIPLY + (group + 1) % GROUPS, 256)
+«freed»
 «scored»
 «score»
 new_max = gl.maximum(row_max, gl.max(score, axis=1)«to_max»)

@@ -29,14 +29,12 @@ Holes = dict[str, str | Lines]
 def weighed(frame: Frame, e: Exponent, slope: Slope | None) -> Holes:
     """P of a tile, and what else every step has."""
     factor = f" * {frame.factor(e)}" if e.scale != 1.0 else ""
-    once, begun, dtype = at_once(frame.plan), pairs.start(frame), triton_dtype(frame.region.out_dtype)
-    words = in_words(frame.region)
+    once, dtype = at_once(frame.plan), triton_dtype(frame.region.out_dtype)
+    words = in_words(frame.region, frame.plan.visits)
     return {
         "to_max": " + shift" if slope else factor,
-        "pairs": pairs.read(frame),
         "rounded": "words = packed(weights)" if words else f"p = gl.convert_layout(weights.to({dtype}), P_TILE)",
         "whole": ["p = unpacked(words)"] if words else [],
-        "product": f"{begun.tile}, " if begun else "gl.zeros([64, BLOCK_N], gl.float32, SCORES), use_acc=False, ",
         **_exponentials(e, f"score{factor}", slope),
         "scored": (AT_ONCE if once else ONE_BY_ONE).splitlines(),
         "known": [] if once else ["known(new_max)"],
@@ -53,10 +51,13 @@ def _exponentials(e: Exponent, score: str, slope: Slope | None) -> Holes:
     return {"weights": f"weights = {e.exp(f'{score} - {top}[:, None]')}", "rescale": e.exp("row_max - new_max")}
 
 
-def scored(frame: Frame, e: Exponent, tests: Sequence[Expr], slope: Slope | None, edge: bool) -> Holes:
-    """S of a tile: what can be read ahead of the product, and the rest."""
+def scored(frame: Frame, e: Exponent, tests: Sequence[Expr], slope: Slope | None, edge: bool, masked: bool) -> Holes:
+    """S of a tile: what can be read ahead of the product, and the rest. `edge`: it may reach past the end of the keys;
+    `masked`: the mask cuts it."""
+    read = pairs.in_step(frame, masked)
+    asked, tests = pairs.masks(frame, tests) if read["pairs"] else ([], tests)
     first, rest = by_runs(frame, e, tests) if edge and frame.ranged else ahead(frame, e, tests, edge)
-    return {"ahead": first, "score": [*rest, *_shift(frame, slope)]}
+    return {"ahead": first, "score": [*asked, *rest, *_shift(frame, slope)], **read}
 
 
 def by_runs(frame: Frame, e: Exponent, tests: Sequence[Expr]) -> tuple[Lines, Lines]:
@@ -90,21 +91,23 @@ def _shift(frame: Frame, slope: Slope | None) -> Lines:
 # All tiles of keys of a tile of queries
 
 
-def in_turns(frame: Frame, shared: Holes, edge: Holes, full: Holes, least: str) -> Lines:
+def in_turns(frame: Frame, shared: Holes, edge: Holes, inside: Holes, full: Holes, least: str) -> Lines:
     """Groups take turns at the tensor cores; S of a tile and P V of the one before are under way together."""
     size, keys = extent(frame.region.dv), walk(frame)
     query_read = [] if holds_q(frame.plan, size) else ['barrier("arrive", Q_FREE + group, 160)']
     return fill(IN_TURNS, {
-        **{name: shared[name] for name in ("pairs", "product", "weights", "rounded", "whole")},
-        **_loops(frame, STEP, shared, edge, full, "1"), "first_start": keys.begin("0"), "ahead": edge["ahead"],
+        **{name: shared[name] for name in ("weights", "rounded", "whole")},
+        **{name: edge[name] for name in ("pairs", "product", "freed")},
+        **_loops(frame, STEP, shared, inside, full, "1"), "first_start": keys.begin("0"), "ahead": edge["ahead"],
         "edge_score": edge["score"], "first_max": f"gl.maximum(gl.max(score, axis=1){shared['to_max']}, {least})",
         "query_read": query_read, "size": str(size),
     }).splitlines()  # fmt: skip
 
 
-def sharing(frame: Frame, shared: Holes, edge: Holes, full: Holes, least: str) -> Lines:
+def sharing(frame: Frame, shared: Holes, edge: Holes, _: Holes, full: Holes, least: str) -> Lines:
     """A program that shares its multiprocessor does one thing after another."""
-    shared = {name: shared[name] for name in ("product", "to_max", "rescale", "weights", "rounded")}
+    shared = {name: shared[name] for name in ("to_max", "rescale", "weights", "rounded")}
+    edge, full = ({name: step[name] for name in ("ahead", "product", "score")} for step in (edge, full))
     loops = _loops(frame, alone.STEP, shared, edge, full, "0")
     return fill(alone.WALK, {**loops, "least": least, "size": str(extent(frame.region.dv))}).splitlines()
 

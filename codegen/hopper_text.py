@@ -13,8 +13,8 @@ from fusecomp.codegen.copied import COLUMNS
 from fusecomp.codegen.frame import Frame
 from fusecomp.codegen.function import quoted
 from fusecomp.codegen.hopper import GROUP_ROWS, blocks, expresses, holds_q, registers, shares
-from fusecomp.codegen.hopper_functions import APART, BARRIERS, BASE_2, IMPORTS, KNOWN, PACKED, TANH, WIDEN
-from fusecomp.codegen.hopper_keys import walk
+from fusecomp.codegen.hopper_functions import APART, BARRIERS, BASE_2, IMPORTS, KNOWN, OPENED, PACKED, TANH, WIDEN
+from fusecomp.codegen.hopper_keys import KEY_OF, walk
 from fusecomp.codegen.hopper_launch import LAUNCH_HELPERS, launch
 from fusecomp.codegen.hopper_skeletons import (
     ATTENTION,
@@ -37,6 +37,7 @@ from fusecomp.codegen.program import ROW_INDICES, decoded, sink_text
 from fusecomp.codegen.skeletons import fill
 from fusecomp.codegen.slope import sloped
 from fusecomp.codegen.source import names_read, tidy
+from fusecomp.codegen.table import table_kernels
 from fusecomp.codegen.table_ranges import range_kernels
 from fusecomp.codegen.tile import of_full, tests_of_edge
 from fusecomp.errors import KernelError
@@ -55,7 +56,7 @@ TAKEN = ["q_desc", "k_desc", "v_desc", "out_desc", "counter_ptr", "all_tiles", "
 
 def hopper(frame: Frame, saves_lse: bool = False) -> tuple[str, list[str]]:
     """(kernels, launcher)."""
-    if not expresses(frame.region) or (frame.tabled and not frame.ranged):
+    if not expresses(frame.region):
         raise KernelError("no kernel with warps that only copy expresses this attention; plan a portable one")
     length = "".join(f", {p}" for p in _sizes_of(frame))
     wide = ".to(tl.int64)" if frame.element.hoisted or frame.element.tiles else ""
@@ -68,11 +69,11 @@ def hopper(frame: Frame, saves_lse: bool = False) -> tuple[str, list[str]]:
     places = fill(HELPERS, {"length": length, "m": triton_text(frame.q_idx.size, frame.names)})
     attention, params = _attention(frame, produced, consumed)
     called = names_read(consume)
-    functions = {"known": KNOWN, "tanh": TANH, "base_2": BASE_2, "widen": WIDEN, "apart": APART}
-    functions["packed"] = _packed(frame)
+    functions = {"known": KNOWN, "tanh": TANH, "base_2": BASE_2, "widen": WIDEN, "apart": APART, "opened": OPENED}
+    functions |= {"packed": _packed(frame), "key_of": KEY_OF}
     helpers = [BARRIERS, places, *(text for name, text in functions.items() if name in called)]
     texts = [*helpers, produce, consume, attention, LAUNCH_HELPERS]
-    tables = range_kernels(frame.region, frame.plan) if frame.tabled else []
+    tables = range_kernels(frame.region, frame.plan) if frame.ranged else table_kernels(frame) if frame.listed else []
     return "\n\n\n".join([*(in_gluon(t.strip()) for t in texts), *tables]), launch(frame, params, saves_lse)
 
 
@@ -97,6 +98,7 @@ def header(frame: Frame) -> tuple[str, Lines]:
         "size": str(size),
         "stored": fill(HALF_LAYOUT, {"columns": str(COLUMNS)}) if size > COLUMNS else [],
         "wide": [WIDE] if any(x.dtype == "float32" for _, x in frame.copied) else [],
+        "flags": pairs.flags(frame),
         "threads": str(128 * groups + 32),
         "names": ", ".join(names),
         "barriers": ", ".join(f"gl.constexpr({n})" for _, n in zip(names, numbers, strict=False)),
@@ -141,7 +143,7 @@ def _copies(frame: Frame) -> Holes:
         found[f"{name}_at"] = block_at(frame, a.index, row, start)
         found[f"{name}_block"] = _reinterpreted(frame, name)
     found["k_start"], found["v_start"] = (walk(frame).begin(block) for block in ("block", "(block - 1)"))
-    found["with_k"] = f"{found['k_bytes']}{pairs.size(frame)}"
+    found["expected"] = pairs.expected(frame, str(found["k_bytes"]))
     found["copy_pairs"] = pairs.copies(frame, lambda x: _pair_at(frame, x))
     return found
 
@@ -164,7 +166,10 @@ def _consumer(frame: Frame, saves_lse: bool) -> Holes:
     begun = pairs.start(frame)
     e = replace(e, score=slope.score if slope else Score(0) if begun else e.score)
     shared, keys, (plain, loose) = weighed(frame, e, slope), walk(frame), of_full(frame, e)
-    edge, full = scored(frame, e, tests_of_edge(frame), slope, True), scored(frame, plain, loose, slope, False)
+    tests = tests_of_edge(frame)
+    edge = scored(frame, e, tests, slope, edge=True, masked=True)
+    inside = scored(frame, e, tests, slope, edge=False, masked=True) if frame.listed else edge
+    full = scored(frame, e if begun else plain, loose, slope, edge=False, masked=False)
     held = fill(HELD, {"scaled": pairs.scaled(frame)}).splitlines() if holds_q(frame.plan, size) else []
     walked = sharing if shares(frame.plan) else in_turns
     first_turn = [] if shares(frame.plan) else FIRST_TURN.splitlines()
@@ -174,7 +179,7 @@ def _consumer(frame: Frame, saves_lse: bool) -> Holes:
         "query": held or ["q_tile = q_smem.index(group)"],
         "pointers": [*element_pointers(frame), *rising(frame, slope)],
         "parts": keys.parts,
-        "keys": walked(frame, shared, edge, full, _least(frame)),
+        "keys": walked(frame, shared, edge, inside, full, _least(frame)),
         "dtype": triton_dtype(frame.region.out_dtype),
         "finish": _finish(frame, saves_lse),
         "store": _store(frame),

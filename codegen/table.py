@@ -31,7 +31,7 @@ from fusecomp.codegen.visited import cut_keys, row_of
 from fusecomp.errors import KernelError
 from fusecomp.ir import data
 from fusecomp.ir.algebra import apply
-from fusecomp.ir.expr import Expr, Size, Var, parts
+from fusecomp.ir.expr import Expr, Load, Size, Var, parts
 from fusecomp.ir.region import AttentionRegion
 from fusecomp.planning.tile import TilePlan
 
@@ -113,6 +113,10 @@ class TableFrame(Frame):
     @cached_property
     def addressed(self) -> Values:
         return Values((), ())
+
+    @cached_property
+    def copied(self) -> tuple[tuple[str, Load], ...]:
+        return ()
 
 
 @dataclass(frozen=True)

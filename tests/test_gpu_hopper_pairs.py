@@ -12,6 +12,8 @@ import torch
 from test_gpu_hopper import FLOOR, OPTIONS, always, attend, compared, off, places, pytestmark, scores
 from torch import Tensor
 
+from fusecomp.planning import visits as planned
+
 __all__ = ["always", "pytestmark"]
 
 
@@ -66,6 +68,86 @@ def test_a_bias_inside_another_tensor() -> None:
     bias = room[1:, 8:621, 8:752].copy_(torch.randn(4, 613, 744))
     shapes = [(2, 4, 613, 64), (2, 4, 744, 64), (2, 4, 744, 64)]
     compared(biased, [*(torch.randn(s, device="cuda", dtype=torch.bfloat16) for s in shapes), bias])
+
+
+def kept(q: Tensor, k: Tensor, v: Tensor, keep: Tensor) -> Tensor:
+    return attend(scores(q, k), q, v, keep)
+
+
+def kept_before(q: Tensor, k: Tensor, v: Tensor, keep: Tensor) -> Tensor:
+    i, j = places(q, k)
+    return attend(torch.tanh(scores(q, k) / 20) * 20, q, v, keep & (j <= i))
+
+
+def shown(kind: str, m: int, n: int) -> Tensor:
+    """[M, N]: whole tiles are hidden and shown, others cut; each query sees its own key."""
+    i, j = torch.arange(m, device="cuda")[:, None], torch.arange(n, device="cuda")
+    kinds = {
+        "causal": j <= i, "holes": torch.rand(m, n, device="cuda") < 0.7, "blocks": (i // 130 + j // 140) % 2 == 0,
+        "all": j >= 0, "a few": (i - j).abs() < 9,
+    }  # fmt: skip
+    return kinds[kind] | (j == i)
+
+
+@pytest.mark.parametrize("visits", ["table", "bounds"])
+@pytest.mark.parametrize(("kind", "outer", "size", "dtype"), [
+    ("causal", (2, 1), 64, torch.bfloat16), ("holes", (), 64, torch.float16), ("blocks", (1, 1), 64, torch.bfloat16),
+    ("all", (2, 1), 128, torch.bfloat16), ("a few", (), 128, torch.float16), ("blocks", (2, 1), 128, torch.bfloat16),
+], ids=str)  # fmt: skip
+def test_boolean_masks(
+    kind: str, outer: tuple[int, ...], size: int, dtype: torch.dtype, visits: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In blocks too, by a list of the tiles that they leave and without one."""
+    monkeypatch.setattr(planned, "SHARE", float("inf") if visits == "table" else 0.0)
+    keep = shown(kind, 613, 752).expand(*outer, 613, 752).contiguous()
+    if outer and outer[0] == 2:
+        keep[1] = shown("holes", 613, 752)
+    shapes = [(2, 4, 613, size), (2, 4, 752, size), (2, 4, 752, size)]
+    for fn in (kept, kept_before):
+        torch._dynamo.reset()
+        compared(fn, [*(torch.randn(s, device="cuda", dtype=dtype) for s in shapes), keep], visits)
+
+
+def test_a_boolean_mask_inside_another_tensor(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which is longer than the queries and the keys, and true there."""
+    monkeypatch.setattr(planned, "SHARE", float("inf"))
+    room = torch.ones(4, 650, 784, device="cuda", dtype=torch.bool)
+    keep = room[1:3, None, 8:621, 16:768].copy_(shown("holes", 613, 752))
+    args = [torch.randn(2, 4, n, 64, device="cuda", dtype=torch.bfloat16) for n in (613, 752, 752)]
+    compared(kept, [*args, keep], "table")
+
+
+def test_rows_that_a_boolean_mask_hides(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(planned, "SHARE", float("inf"))
+    keep = shown("holes", 613, 752)
+    keep[100:300] = False
+    keep[310] = False
+    q, k, v = (torch.randn(2, 4, n, 64, device="cuda", dtype=torch.bfloat16) for n in (613, 752, 752))
+    with torch.no_grad():
+        got, exact = torch.compile(kept, backend="fusecomp", options=OPTIONS)(q, k, v, keep), kept(
+            q.double(), k.double(), v.double(), keep
+        )
+    assert torch.equal(got.isnan(), exact.isnan())
+    assert off(got.nan_to_num(), exact.nan_to_num()) <= FLOOR[torch.bfloat16]
+
+
+@pytest.mark.parametrize("fill", [float("-inf"), -3e38, -6e4])
+@pytest.mark.parametrize(("kind", "size", "dtype"), [
+    ("causal", 64, torch.bfloat16), ("blocks", 128, torch.bfloat16), ("all", 64, torch.float32),
+    ("a few", 64, torch.float16),
+], ids=str)  # fmt: skip
+def test_what_all_heads_add(
+    kind: str, size: int, dtype: torch.dtype, fill: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """[M, N]: a bias, or a mask; a list leaves out what is -inf."""
+    monkeypatch.setattr(planned, "SHARE", float("inf"))
+    fill = max(fill, -6e4) if fill > float("-inf") and dtype == torch.float16 else fill
+    bias = torch.randn(613, 752, device="cuda", dtype=dtype) * (kind == "all")
+    bias.masked_fill_(~shown(kind, 613, 752), fill)
+    half = torch.bfloat16 if dtype == torch.float32 else dtype
+    args = [torch.randn(2, 4, n, size, device="cuda", dtype=half) for n in (613, 752, 752)]
+    visits = "bounds" if dtype == torch.float16 else "table"  # where a fill may overflow S, nothing is left out
+    compared(wide_biased if dtype == torch.float32 else biased, [*args, bias], visits)
 
 
 def test_gradients_of_a_bias() -> None:

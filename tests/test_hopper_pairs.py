@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from kernels import tiles
-from regions import H, M, N, h, kv_idx, load, q_idx, score, times
+from regions import H, M, N, b, h, kv_idx, load, q_idx, score, times
 from test_hopper import BIASED, CAPPED, EXPRESSED, LONG, SCALED, half
 
 from fusecomp.codegen.copied import copied
 from fusecomp.codegen.emit import emit
 from fusecomp.codegen.hopper import specialised
 from fusecomp.ir.algebra import apply
-from fusecomp.ir.expr import Const
+from fusecomp.ir.expr import Const, Size
 from fusecomp.planning.device import find
+from fusecomp.planning.plan import plan
+from fusecomp.running.hopper import available
 from fusecomp.running.hopper import planned as hopper_plan
 
 
@@ -39,6 +43,40 @@ def test_biases_make_tiles_smaller() -> None:
         region = half(apply("add", SCALED, bias), d=d, loads=[((H, M, N), dtype)])
         tile = specialised(region, tiles(region))
         assert (tile.block_n, tile.stages) == made
+
+
+def test_a_list_of_tiles() -> None:
+    """Of its full tiles no mask is copied or read; K, V and the mask follow one list."""
+    for name in ("boolean mask", "boolean mask, D128", "bias of all heads"):
+        region = EXPRESSED[name]
+        plan = specialised(region, replace(tiles(region), visits="table"))
+        text = emit(region, plan).text
+        consume = text[text.index("def consume") :]
+        masked, full = consume.split("for block in range(1, above):")[1].split("for block in range(above, blocks):")
+        assert "load0_smem" in masked
+        assert "fence_async_shared" in masked
+        assert "load0_tile" not in full.split("done += blocks")[0]
+        assert "if block < above:" in text
+        assert text.count("key_of(") == 6  # of K and V in the warp that copies, of the first tile and of both loops
+        assert "def list_tiles" in text
+
+
+def test_who_reads_a_mask_of_pairs() -> None:
+    """Not with heads of 256, for which shared memory has no room; nor what is added for each request, which may hide
+    rows whole by a finite number."""
+    device = find("h200")
+    kept = load(0, b, q_idx, kv_idx, dtype="bool")
+    more = {"loads": [((Size("B"), M, N), "bool")]}
+    added = apply("add", SCALED, load(0, b, q_idx, kv_idx, dtype="bfloat16"))
+    each = half(added, loads=[((Size("B"), M, N), "bfloat16")])
+    assert plan(each, LONG, device).visits == "table"
+    for region, visits in (
+        (half(SCALED, kept, **more), "table"), (half(SCALED, kept, d=128, **more), "table"),
+        (EXPRESSED["bias of all heads"], "table"), (EXPRESSED["bias"], "bounds"),
+        (half(SCALED, kept, d=256, **more), None), (each, None),
+    ):  # fmt: skip
+        found = hopper_plan(region, LONG, device)
+        assert (found and found.visits) == (visits if available() else None)
 
 
 def test_one_multiply_add_makes_an_exponential_of_a_bias() -> None:

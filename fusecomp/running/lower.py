@@ -97,8 +97,9 @@ def lower(
 
 def looked_through(match: Match, tiles: TilePlan) -> Match:
     """What is added to the scores as a mask, where tiles are visited by what the masks hold. Nothing learns: a kernel
-    that reads tensors as masks has no backward."""
-    return replace(match, region=hiding(match.region)) if tiles.visits != "bounds" else match
+    that reads tensors as masks has no backward. A list for Hopper leaves out what is -inf alone."""
+    hides = tiles.visits != "bounds" and not (tiles.consumers and tiles.visits == "table")
+    return replace(match, region=hiding(match.region)) if hides else match
 
 
 def planned(match: Match, sizes: Mapping[str, int], batch_invariant: bool = False) -> TilePlan:
