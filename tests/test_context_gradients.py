@@ -85,6 +85,17 @@ def test_a_gradient_that_stops_on_some_ways_is_left_alone(fn: QKV) -> None:
     agree(fn, qkv(), fused=1)  # where nothing learns, nothing stops
 
 
+@pytest.mark.parametrize(
+    "apart",
+    [lambda x: x.unbind(1), lambda x: (x[:, 0], x[:, 1], x[:, 2]), lambda x: [y.squeeze(1) for y in x.chunk(3, 1)],
+     lambda x: [y.squeeze(1) for y in x.split(1, 1)]],
+)  # fmt: skip
+@pytest.mark.parametrize("fn", [half_of_the_scores_detached, scores_detached, weights_detached])
+def test_one_tensor_has_ways_of_both_kinds(fn: QKV, apart: Callable[[Tensor], Any]) -> None:
+    x = torch.randn(2, 3, 4, 13, 8, requires_grad=True)
+    agree(lambda x: fn(*apart(x)), [x], fused=0, train=True)
+
+
 def edges(q: Tensor, k: Tensor, v: Tensor, edges: Tensor) -> Tensor:
     w = (q @ k.mT * 0.3).exp() * edges
     return (w / w.sum(-1, keepdim=True)) @ v
