@@ -17,7 +17,7 @@ from fusecomp.patterns import dropout
 from fusecomp.patterns.lift import Decline, Lift, Outside
 from fusecomp.patterns.logsums import MAXIMA, LogSum, check_shifts, leading_to_sums, with_readers
 from fusecomp.patterns.masks import Masked, sees_a_key, sees_nothing, split, without_scores
-from fusecomp.patterns.naming import Lengths, Naming, SizeSource, memory_order, operand_names
+from fusecomp.patterns.naming import Lengths, Naming, SizeSource, alike, memory_order, operand_names
 from fusecomp.patterns.products import Found, Pair, score_products, value_access
 from fusecomp.patterns.reasons import NEW_TENSOR, ON_ITS_OWN, ONE_FACTOR, called
 from fusecomp.patterns.stops import stopped
@@ -216,7 +216,7 @@ def bind(
     sizes = Lengths(lift, found, names, interior)
     of_products: dict[Expr, Expr] = {x: apply("mul", Score(t), p.factor) for t, (x, p) in enumerate(products.items())}
     named = Naming(lift, names, sizes, of_products)
-    region = region_of(found, scores, list(products.values()), v, named, anchor)
+    region = alike(region_of(found, scores, list(products.values()), v, named, anchor), sizes)
     known = {name: sizes.source(name) for name in region.sizes}
     out_shape = tuple(sizes.axis(found, a) for a in found.out_axes)
     nodes = tuple(lift.reads[name].node for name in names)

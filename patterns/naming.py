@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeAlias
 
 import torch
@@ -12,7 +12,7 @@ from torch.fx import Node
 from fusecomp.graph.facts import dtype, label, op_name, shape, size_expr, value
 from fusecomp.ir.algebra import ZERO, const, draws, substitute
 from fusecomp.ir.expr import Apply, Cast, Const, Expr, Load, Size, Var, kind, transform
-from fusecomp.ir.region import Access, Operand
+from fusecomp.ir.region import Access, AttentionRegion, Operand
 from fusecomp.patterns.lift import Decline, Lift
 from fusecomp.patterns.masks import oriented
 from fusecomp.patterns.products import Found, Pair
@@ -168,6 +168,13 @@ class Lengths:
 
     def source(self, name: str) -> SizeSource:
         return self.sources[name]
+
+
+def alike(region: AttentionRegion, sizes: Lengths) -> AttentionRegion:
+    """The region with how many heads read the same K and V, where that is a number: those of the last batch axis."""
+    last = region.batch[-1].name if region.batch else ""
+    number = sizes.sources.get(sizes.letters.get(last, ""), 1)
+    return replace(region, alike=number) if last in region.kv_shared_by() and isinstance(number, int) else region
 
 
 def memory_order(output: Node) -> tuple[int, ...]:

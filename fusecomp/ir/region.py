@@ -95,6 +95,8 @@ class AttentionRegion:
     """O's dimensions in the order of memory, outermost first: (0, 2, 1, 3) for [B, M, H, Dv] memory."""
     precision: str = "ieee"
     """Of float32 products: "ieee" or "tf32", torch.get_float32_matmul_precision's meaning."""
+    alike: int = 1
+    """Places on the last batch axis, of which every call has so many, that all read the same K and V."""
     origin: str = ""
     """The user's source line: "model.py:18"."""
     source: str = ""
@@ -155,8 +157,9 @@ class AttentionRegion:
     def key(self) -> str:
         """A hash of what the kernel computes; where it came from does not count."""
         plain = replace(self, origin="", source="")
-        said = [name for name in ("lse", "subtracted") if getattr(self, name)]
-        values = [getattr(plain, f.name) for f in fields(plain) if f.name not in ("lse", "subtracted")]
+        optional = ("lse", "subtracted", "alike")
+        said = [name for name in optional[:2] if getattr(self, name)] + [f"alike {self.alike}"] * (self.alike > 1)
+        values = [getattr(plain, f.name) for f in fields(plain) if f.name not in optional]
         return hashlib.sha256(repr([*values, *said]).encode()).hexdigest()[:16]
 
     @property
@@ -179,6 +182,11 @@ class AttentionRegion:
                     case Apply("floordiv", (Var(name, _), Const(int(group)))) if name == self.batch[-1].name:
                         return group
         return 1
+
+    @property
+    def group(self) -> int:
+        """Heads side by side on the last batch axis that read the same K and V, as far as it is known."""
+        return self.alike if self.alike > 1 else self.q_per_kv()
 
     def __str__(self) -> str:
         return "\n".join(describe(self))

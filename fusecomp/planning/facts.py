@@ -102,8 +102,8 @@ def facts(region: AttentionRegion) -> Facts:
         draws=len(draws(region.weight)),
         loads=tuple(sorted(loads, key=str)),
         passes=_eager_passes(region),
-        group=region.q_per_kv(),
-        packs=region.q_per_kv() > 1 and _only_through_group(region),
+        group=region.group,
+        packs=region.group > 1 and _only_through_group(region),
         looked_up=sum(_looked_up(a, region) for a in (*(p.k for p in products), region.v)),
         describable=_describable(region),
         reach=reach(region.keep, region.q_idx.name, region.kv_idx.name),
@@ -159,7 +159,7 @@ def _only_through_group(region: AttentionRegion) -> bool:
     """Whether K and V depend on the last batch axis only through axis // group."""
     head = region.batch[-1].name
     accesses = [*(p.k for p in region.products), region.v]
-    return all(_through_group(e, head, region.q_per_kv()) for a in accesses for e in a.index)
+    return all(_through_group(e, head, region.group) for a in accesses for e in a.index)
 
 
 def _through_group(e: Expr, head: str, group: int) -> bool:
@@ -188,7 +188,7 @@ def lengths(region: AttentionRegion, sizes: Mapping[str, int]) -> Lengths:
     counts = {v.name: _count(v, sizes) for v in (*region.batch, region.q_idx, region.kv_idx)}
     heads = math.prod(counts[v.name] for v in region.batch)
     shared = math.prod(counts[name] for name in region.kv_shared_by())
-    group = facts(region).group
+    group = region.q_per_kv()
     m, n = counts[region.q_idx.name], counts[region.kv_idx.name]
     return Lengths(heads, max(1, heads // (shared * group)), m, n)
 
