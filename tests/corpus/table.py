@@ -99,6 +99,22 @@ class Table(list[Case]):
         """What is right fused or declined."""
         return self._entry(build, "either", **more)
 
+    def pair(
+        self, build: Callable[[Any], Sequence[Tensor]] = qkv, twin: str = "decline", reason: str = "", **more: Any
+    ) -> Callable[..., Any]:
+        """A program to fuse and its negative twin, which `fn(*args, near=True)` is: the nearly identical program."""
+
+        def register(fn: Callable[..., Any]) -> Callable[..., Any]:
+            def near(*args: Tensor) -> Any:
+                return fn(*args, near=True)
+
+            near.__name__ = f"{fn.__name__}_near"
+            self._entry(build, "fuse", **more)(fn)
+            self._entry(build, twin, reason=reason, **{**more, "count": 1, "note": ""})(near)
+            return fn
+
+        return register
+
     def _entry(self, build: Callable[[Any], Sequence[Tensor]], expect: str, **more: Any) -> Callable[..., Any]:
         def register(fn: Callable[..., Any]) -> Callable[..., Any]:
             def make_args(dtype: torch.dtype, device: str = "cpu", size_scale: float = 1) -> tuple[Tensor, ...]:
