@@ -9,5 +9,5 @@
     operands, quantised, apart, naming  what Q, K, V and the others are in memory, and what they are called
     build, reasons                      the region and its binding, or why there is none
     written                             what is rewritten before any of this, each in a module of its own:
-    chains, distances, folding, joined, online, renormalised, sdpa, series, sums, together
+    chains, columns, distances, folding, joined, online, partly, renormalised, sdpa, series, sums, together
 """

@@ -23,8 +23,9 @@ from fusecomp.patterns.build import Match, ReadElsewhere, build
 from fusecomp.patterns.contraction import Contraction, contraction
 from fusecomp.patterns.exponentials import exponential
 from fusecomp.patterns.lift import Decline, Lift, Outside, broadcast
+from fusecomp.patterns.positive import logarithm, normalised_weights
 from fusecomp.patterns.products import Found
-from fusecomp.patterns.reasons import no_weights, under_scores
+from fusecomp.patterns.reasons import NO_WEIGHTS, no_weights, under_scores
 from fusecomp.patterns.weights import Weights, denominator, softmax_weights
 
 log = logging.getLogger(__name__)
@@ -128,7 +129,7 @@ class Recogniser:
 
 def divided(lift: Lift, node: Node, e: Expr, spec: Contraction, axes: dict[str, Var]) -> tuple[Node, Weights] | None:
     """Deferred division: (exp(a) V) / sum_j exp(a_j), the quotient being the output."""
-    if exponential(e) is None:
+    if exponential(e) is None and logarithm(e) is None:
         return None
     out_index = tuple(axes.get(a, ZERO) for a in spec.out_axes)
     for user in node.users:
@@ -145,10 +146,11 @@ def divided(lift: Lift, node: Node, e: Expr, spec: Contraction, axes: dict[str, 
 
 
 def candidates(module: GraphModule) -> Iterator[Node]:
-    """Every softmax, and every exponential that may be the numerator of one."""
+    """Every softmax, and every exponential or other positive function of scores that may be the numerator of one."""
     for node in module.graph.nodes:
         name = op_name(node)
-        if (name in SOFTMAX and is_tensor(node)) or (name in EXPONENTIAL and is_exponential(node)):
+        known = (name in SOFTMAX and is_tensor(node)) or (name in EXPONENTIAL and is_exponential(node))
+        if known or normalised_weights(node):
             yield node
 
 
@@ -207,9 +209,7 @@ def name_axes(spec: Contraction) -> dict[str, Var]:
     batch = [a for a in long if a not in (row, dv[-1])]
     if len(batch) not in BATCH_NAMES:
         raise Decline(f"{len(batch)} batch axes; at most 4 are supported", advice="fold neighbouring axes into one")
-    axes: dict[str, Var] = {
-        a: Var(name, spec.size(a)) for a, name in zip(batch, BATCH_NAMES[len(batch)], strict=True)
-    }
+    axes: dict[str, Var] = {a: Var(name, spec.size(a)) for a, name in zip(batch, BATCH_NAMES[len(batch)], strict=True)}
     axes[key], axes[dv[-1]] = Var("kv_idx", spec.size(key)), Var("dv", spec.size(dv[-1]))
     axes[row or NO_ROW] = Var("q_idx", spec.size(row) if row else const(1))
     return axes
@@ -224,6 +224,8 @@ def idle(x: Match | Declined) -> bool:
     """A gate is no candidate, nor an exponential that weights no product: it is just an exponential."""
     if isinstance(x, Match):
         return False
+    if op_name(x.anchor) not in SOFTMAX | EXPONENTIAL and x.reason in NO_WEIGHTS:
+        return True
     return x.reason == GATE or (op_name(x.anchor) in EXPONENTIAL and "reach no product" in x.reason)
 
 

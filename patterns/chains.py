@@ -127,7 +127,8 @@ def of_two(equation: str, x: Tensor, y: Tensor) -> Tensor:
 
 def laid_out(x: Tensor, axes: str, out: str) -> Tensor:
     """x with the axes of the result, of length 1 where it has none."""
-    x = x.permute([axes.index(a) for a in out if a in axes])
+    order = [axes.index(a) for a in out if a in axes]
+    x = x if order == sorted(order) else x.permute(order)
     for n, a in enumerate(out):
         x = x if a in axes else x.unsqueeze(n)
     return x

@@ -14,7 +14,7 @@ from typing import Any
 from torch import Tensor
 from torch.fx import Node
 
-from fusecomp.graph.facts import is_tensor, number, op_name, said, shape, value
+from fusecomp.graph.facts import dtype, is_tensor, number, op_name, said, shape, value
 from fusecomp.ir.algebra import const
 from fusecomp.ir.expr import Const, Expr
 
@@ -187,8 +187,10 @@ EXPONENTIAL = ("exp", "exp2", "exp_", "softmax", "_softmax")
 
 
 def normalises(spec: Contraction) -> bool:
-    """Whether a sum adds up exponentials times a mask: the right factor has no axis of its own."""
-    return set(spec.right_axes) - {"."} <= set(spec.left_axes) and exponential_above(spec.left)
+    """Whether a sum adds up exponentials times a mask, or anything that truth values choose: the right factor has no
+    axis of its own."""
+    own = set(spec.right_axes) - {"."} <= set(spec.left_axes)
+    return own and (dtype(spec.right) == "bool" or exponential_above(spec.left))
 
 
 def exponential_above(node: Node) -> bool:

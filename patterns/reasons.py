@@ -18,7 +18,9 @@ A_ROW_EACH = (
     "give each sequence a row of its pages, table [B, pages], and read k = pool[table] with a mask past its length: "
     "pages behind the length are not read"
 )
+NOT_TIMES = "the weights are not a softmax of the scores times a factor"
 ANOTHER_AXIS = "the softmax runs over another axis than the product of weights and values sums over"
+NO_WEIGHTS = (NO_SOFTMAX, NOT_TIMES, ANOTHER_AXIS)
 ON_ITS_OWN = "a score or weight may depend on its own query, key and position only: do this to q, k, v or the output"
 SAME_AXIS = "normalise over the axis that the product with V sums over, the keys"
 ONE_FACTOR = "multiply the softmax by what does not depend on the scores; other functions of it are not fused"
@@ -45,7 +47,7 @@ def no_weights(lift: Lift, e: Expr, key: Var, product: Node) -> Decline:
     if len(over_keys) > 1:
         return Decline("the weights are made of more than one softmax", product, EACH_TIMES_V)
     if over_keys:
-        return Decline("the weights are not a softmax of the scores times a factor", product, ONE_FACTOR)
+        return Decline(NOT_TIMES, product, ONE_FACTOR)
     if sums:
         return Decline(ANOTHER_AXIS, product, SAME_AXIS)
     if (adds := next(segments(product), None)) is not None:

@@ -6,6 +6,7 @@
     exp(a - m) / sum_j exp(a_j - m)      softmax(a)            for any m that is the same for every key
     c exp(a) / sum_j c_j exp(a_j)        softmax(c ? a : -inf) for a choice c between 1 and 0; key-free factors cancel
     exp(a) / (exp(t) + sum_j exp(a_j))   softmax with sink t   cat([a, t]) cut off again; + 1 is t = 0
+    w / sum_j w_j                        softmax(log w)        where w >= 0 is no exponential
     w * softmax(a)                       a factor behind the softmax
     isnan(p) ? 0 : p                     rows that see no key give 0
     c ? softmax(c ? a : -inf) : 0        the same
@@ -25,6 +26,7 @@ from fusecomp.ir.expr import Apply, Cast, Const, Expr, Largest, Reduce, Var, dty
 from fusecomp.ir.poly import poly
 from fusecomp.patterns.exponentials import (
     INF,
+    Exponential,
     choice,
     exponential,
     is_choice,
@@ -37,6 +39,7 @@ from fusecomp.patterns.exponentials import (
 from fusecomp.patterns.lift import Decline
 from fusecomp.patterns.masks import conjuncts, split
 from fusecomp.patterns.normalisers import Row, follows_fill, guarded, settled, sunk, unguarded
+from fusecomp.patterns.positive import logarithm
 
 LOG2 = log(2.0)
 MOST_EXTRAS = 8
@@ -160,7 +163,9 @@ def normalised(x: Expr, total: Expr, key: Var) -> Weights | None:
     guard, total = guarded(total)
     terms = summands(total)
     sums = [t for t in terms if isinstance(t, Reduce) and t.op == "sum"]
-    above, below = exponential(x), exponential(sums[0].body) if len(sums) == 1 else None
+    above, below = (exponential(x), exponential(sums[0].body)) if len(sums) == 1 else (None, None)
+    if above is None and below is None and len(sums) == 1:
+        above, below = (f and Exponential(f) for f in (logarithm(x), logarithm(sums[0].body)))
     if above is None or below is None:
         return None
     var = sums[0].var

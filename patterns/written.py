@@ -1,8 +1,10 @@
 """What a program says in one call, written as what it means, so that recognition has one thing to read.
 
+    s[.., a:b] = c, then f(s)                f(c where a <= n < b, else s)               patterns/partly.py
     scaled_dot_product_attention(Q, K, V)    softmax(scale Q K^T + mask) V              patterns/sdpa.py
     cosine_similarity(Q, K), cdist(Q, K)^2   a product of Q and K, and what each adds    patterns/distances.py
     einsum(P, V, W), P V + C in one call     (P V) W; P V, and C added                   patterns/chains.py
+    (exp(S) [V, 1])[.., :D]                  exp(S) V                                    patterns/columns.py
     exp(S) 1                                 sum exp(S)                                  patterns/folding.py
     N / D,  both summed chunk by chunk       softmax([s_1, .., s_n]) [V_1; ..; V_n]      patterns/online.py
     [Q K_1^T, .., Q K_n^T]                   Q [K_1; ..; K_n]^T                          patterns/together.py
@@ -24,18 +26,21 @@ from torch.fx import GraphModule
 from fusecomp.graph.program import keep
 from fusecomp.graph.rewriting import Written, attempt
 from fusecomp.patterns.chains import unchain
+from fusecomp.patterns.columns import take_apart
 from fusecomp.patterns.distances import measure
 from fusecomp.patterns.dropout import seed_dropouts
 from fusecomp.patterns.folding import count, fold
 from fusecomp.patterns.joined import join
 from fusecomp.patterns.online import at_once
+from fusecomp.patterns.partly import choose
 from fusecomp.patterns.renormalised import renormalise
 from fusecomp.patterns.sdpa import define
 from fusecomp.patterns.sums import distribute
 from fusecomp.patterns.together import bring_together
 
 MEANINGS = (
-    define, measure, unchain, count, at_once, bring_together, join, renormalise, distribute, fold, seed_dropouts,
+    choose, define, measure, unchain, take_apart, count, at_once, bring_together, join, renormalise, distribute,
+    fold, seed_dropouts,
 )  # fmt: skip
 
 

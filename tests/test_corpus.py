@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from corpus import (
     assigned,
+    by_hand,
     calls,
     dense,
     extended,
@@ -20,7 +21,9 @@ from corpus import (
     functions,
     idioms,
     logsums,
+    looped,
     masked,
+    masks_made,
     normalised,
     online,
     packed,
@@ -35,6 +38,8 @@ from corpus import (
     paged_served,
     paged_shared,
     paged_written,
+    papers,
+    papers_more,
     pieces,
     score,
     similar,
@@ -51,7 +56,8 @@ from fusecomp.report import Entry
 ROOT = Path(__file__).parent
 LONG = (
     dense, paged, paged_fetched, paged_masked, paged_more, paged_written, paged_served, paged_latent, paged_near,
-    paged_near_writes, paged_near_served, paged_shared, families, families_more,
+    paged_near_writes, paged_near_served, paged_shared, families, families_more, by_hand, looped, masks_made, papers,
+    papers_more,
 )  # fmt: skip
 TABLES = (*LONG, spelled, masked, packed, written, twins, idioms, logsums, extended, functions,
           normalised, calls, pieces, online, assigned, totals, similar)  # fmt: skip
@@ -72,6 +78,10 @@ QUICK = {
     "written_between_fetch_and_use", "distances_filled_twice", "ring_by_age", "beams_gathered", "pages_chosen_by_head",
     "tokens_chosen_by_head", "scale_and_zero_of_each_token", "halves_of_the_table", "soft_cap_after_the_mask",
     "transformer_xl", "looks_one_window_back", "no_key_for_the_first_query", "tree_of_parents", "four_index_arrays",
+    "ones_column", "ones_column_near", "keys_assigned_for_each_request", "sigmoid_normalised", "sigmoid_normalised_near",
+    "softplus_masked_by_choice", "relu_over_its_sum", "sigmoid_masked_and_deferred", "one_more_than_the_square_near",
+    "gathered_by_einsum_of_three", "mapped_over_queries", "blocks_by_kron", "longformer", "triangle_attention",
+    "rotary_by_complex_numbers", "multi_head_latent", "heads_mixed_behind_near", "music_transformer_skew",
     "half_of_a_mask_filled_again", "zero_in_the_bytes", "merged_in_base_two", "empty_part_under_a_finite_fill",
 }  # fmt: skip
 """Of the long tables, what every run takes; the rest is slow."""

@@ -35,6 +35,7 @@ from fusecomp.graph.recordings import Unusual, described
 from fusecomp.graph.repeats import expanded, repetitive
 
 SOFTMAX_WORDS = ("softmax", "softmin", "exp", "scaled_dot_product", "multi_head_attention")
+QUOTIENT_WORDS = ("matmul", "mm", "einsum"), ("sum", "mean"), ("div", "reciprocal")
 HIGHER_ORDER = torch._ops.HigherOrderOperator
 INFERENCE = (grad_mode._enter_inference_mode, grad_mode._exit_inference_mode)
 KNOWN = (Proxy, type(None), *base_types)
@@ -42,9 +43,12 @@ KNOWN = (Proxy, type(None), *base_types)
 
 
 def may_hold_attention(gm: GraphModule) -> bool:
-    """Whether a graph holds an exponential of some kind: without one, there is no attention and nothing to re-trace."""
+    """Whether a graph holds an exponential of some kind, or products, a sum and a quotient: without, there is no
+    attention and nothing to re-trace."""
     calls = [n for n in gm.graph.nodes if n.op in ("call_function", "call_method")]
-    return any(any(w in word(n) for w in SOFTMAX_WORDS) or is_power_of_number(n) for n in calls)
+    if any(any(w in word(n) for w in SOFTMAX_WORDS) or is_power_of_number(n) for n in calls):
+        return True
+    return all(any(any(w in word(n) for w in words) for n in calls) for words in QUOTIENT_WORDS)
 
 
 def is_power_of_number(node: Node) -> bool:

@@ -32,12 +32,21 @@ class Written:
     """Nodes that become part of a kernel where it is fused."""
     calls: tuple[Call, ...]
     """As the program has it, in order."""
+    whole: Node | None = None
+    """What it stands for where that stays, and the calls only write into it; the last of the calls otherwise."""
 
 
 def write(call: Node, output: Node, parts: Sequence[Node] = ()) -> Written:
     """Let `output` stand for `call`, which leaves the graph with what nothing else reads."""
     stand_for(call, output)
     return Written(output, tuple(parts) or (output,), tuple(erased(call)))
+
+
+def write_over(call: Node, whole: Node, later: Iterable[Node], output: Node) -> Written:
+    """Let `later` read `output` in place of `whole` as `call` left it, which leaves the graph."""
+    for reader in later:
+        reader.replace_input_with(whole, output)
+    return Written(output, (output,), tuple(erased(call)), whole)
 
 
 def attempt(
@@ -106,7 +115,7 @@ def put_back(module: GraphModule, written: Sequence[Written], fused: Container[N
                     new.meta = dict(call.node.meta)
                     instead[call.node] = new
                     alive.add(new)
-            stand_for(output, new)
+            stand_for(output, new if one.whole is None else now(one.whole))
             alive.difference_update(call.node for call in erased(output))
         else:
             gone.update(call.node for call in one.calls)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.nn.functional as F  # noqa: N812
+import torch.nn.functional as F
 from corpus.table import BIG, FULL, INF, MIN, Table, places, qkv, scores, square
 from torch import Tensor
 

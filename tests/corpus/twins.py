@@ -228,8 +228,19 @@ def sigmoid_weights(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 @CASES.decline(qkv)
 def relu_squared_weights(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    w = scores(q, k).relu().square()
+    return scores(q, k).relu().square() @ v
+
+
+@CASES.decline(qkv)
+def weights_of_either_sign_normalised(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    w = scores(q, k).tanh()
     return (w / w.sum(-1, keepdim=True)) @ v
+
+
+@CASES.decline(qkv)
+def size_of_the_weights_normalised_by_their_sum(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    w = scores(q, k)
+    return (w.square() / w.sum(-1, keepdim=True)) @ v
 
 
 @CASES.decline(lambda d: (*qkv(d), d.keep()), "no product of queries and keys lies under the softmax")

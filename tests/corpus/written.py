@@ -174,14 +174,55 @@ def scores_masked_in_place(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return s.softmax(-1) @ v
 
 
-@CASES.decline(square, "`fill_` writes into the scores in place", grad=())
+@CASES.fuse(square)
 def part_of_the_scores_written(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     s = scores(q, k)
     s[..., 0] = 0.0
     return s.softmax(-1) @ v
 
 
-@CASES.decline(square, "`fill_` writes into the weights in place", grad=())
+@CASES.fuse(lambda d: [*square(d), d(21, 4)])
+def parts_written_in_turn(q: Tensor, k: Tensor, v: Tensor, x: Tensor) -> Tensor:
+    s = scores(q, k)
+    s[:, 1, :, 2:9] *= 0.5
+    s[:, :, :, -4:] += x
+    s[0, 0, 3:5].zero_()
+    s[1, ..., 9:].masked_fill_(x[:, :1] > 0, -1e4)
+    return s.softmax(-1) @ v
+
+
+@CASES.decline(square, "`fill_` writes into the scores in place", grad=())
+def every_other_score_written(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    s = scores(q, k)
+    s[..., ::2] = 0.0
+    return s.softmax(-1) @ v
+
+
+@CASES.decline(square, "`fill_` writes into the scores in place", grad=())
+def part_of_the_scores_written_and_read(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
+    s = scores(q, k)
+    first = s[..., 0]
+    first.fill_(0.5)
+    return s.softmax(-1) @ v, first
+
+
+@CASES.decline(square, grad=())
+def part_of_the_scores_written_under_another_name(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    s = scores(q, k)
+    flat = s.view(6, 21, 21)
+    flat[2] = 0.5
+    return s.softmax(-1) @ v
+
+
+@CASES.either(square)
+def part_of_the_scores_written_without_gradient(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    s = scores(q, k) * 1.0
+    with torch.no_grad():
+        s[..., 0] = 0.5
+    return s.softmax(-1) @ v
+
+
+@CASES.fuse(square, grad=())
 def part_of_the_weights_written(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     p = scores(q, k).softmax(-1)
     p[..., 0] = 0.0
