@@ -138,7 +138,8 @@ def log_softplus(e: Expr) -> Expr | None:
     match e:
         case Apply("add", (Apply("where", (Apply("gt", (x, Const(0 | 0.0))), _, _)), _)) if softplus(x) == e:
             below = apply("lt", x, const(SMALL))
-            u, series = apply("exp", apply("where", below, x, const(SMALL))), const(0.0)
+            u = apply("exp", apply("where", below, x, const(SMALL)))
+            series: Expr = const(0.0)
             for c in reversed(SERIES):
                 series = apply("mul", u, apply("add", series, const(c)))
             above = softplus(apply("where", below, const(SMALL), x))

@@ -165,7 +165,8 @@ def normalised(x: Expr, total: Expr, key: Var) -> Weights | None:
     sums = [t for t in terms if isinstance(t, Reduce) and t.op == "sum"]
     above, below = (exponential(x), exponential(sums[0].body)) if len(sums) == 1 else (None, None)
     if above is None and below is None and len(sums) == 1:
-        above, below = (f and Exponential(f) for f in (logarithm(x), logarithm(sums[0].body)))
+        logarithms = logarithm(x), logarithm(sums[0].body)
+        above, below = (None if a is None else Exponential(a) for a in logarithms)
     if above is None or below is None:
         return None
     var = sums[0].var
