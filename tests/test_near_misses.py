@@ -86,10 +86,10 @@ def weights_squared(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return p @ v
 
 
-@near_miss("`fill_` writes into the scores in place", "s[..., 0] = 0.0", NEW_TENSOR)
+@near_miss("`fill_` writes into the scores in place", "s[..., ::2] = 0.0", NEW_TENSOR)
 def scores_written(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     s = scores(q, k)
-    s[..., 0] = 0.0
+    s[..., ::2] = 0.0
     return s.softmax(-1) @ v
 
 
