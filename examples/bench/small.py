@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable
 from datetime import UTC, datetime
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -90,19 +91,17 @@ def main() -> None:
     parser.add_argument("--lengths", default="128,512")
     parser.add_argument("--modes", default="small,backward")
     chosen = parser.parse_args()
-    rows = []
-    for mode in chosen.modes.split(","):
-        for name in chosen.names.split(","):
-            for n in map(int, chosen.lengths.split(",")):
-                rows.append(measure(Case(VARIANTS[name], mode, Shape(1, 8, n, 64))))
-                print(json.dumps(rows[-1]), flush=True)
     about = {
         "device": torch.cuda.get_device_name(), "torch": torch.__version__, "triton": triton.__version__,
         "date": datetime.now(UTC).date().isoformat(),
         "command": f"python examples/bench/small.py --modes {chosen.modes} --names {chosen.names!r}",
     }  # fmt: skip
-    if chosen.out:
-        chosen.out.write_text(json.dumps({**about, "rows": rows}, indent=1) + "\n")
+    rows = []
+    for mode, name, n in product(chosen.modes.split(","), chosen.names.split(","), chosen.lengths.split(",")):
+        rows.append(measure(Case(VARIANTS[name], mode, Shape(1, 8, int(n), 64))))
+        print(json.dumps(rows[-1]), flush=True)
+        if chosen.out:
+            chosen.out.write_text(json.dumps({**about, "rows": rows}, indent=1) + "\n")
 
 
 if __name__ == "__main__":
