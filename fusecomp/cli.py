@@ -76,6 +76,7 @@ def show(
     device: Annotated[str | None, typer.Option(help="plan for h100, a100 ...; default: the GPU, or h200")] = None,
     arg: Args = None,
     on: On = None,
+    backward: Annotated[bool, typer.Option("--backward", help="the kernels of the gradients instead")] = False,
 ) -> None:
     """Print what a stage makes of each attention. Needs no GPU: nothing is run but eager PyTorch."""
     from fusecomp.planning.device import current, find
@@ -89,7 +90,8 @@ def show(
         with _progress(f"tracing {name}"):
             parts: Iterable[str] = list(graphs(target))
     else:
-        parts = stage(_report(target, {"lowering": "off"}), until, planned_for)
+        target = target.learning() if backward else target
+        parts = stage(_report(target, {"lowering": "off"}, backward), until, planned_for, backward)
     for part in parts:
         print(part)
 
@@ -132,13 +134,13 @@ def _target(name: str, shapes: list[str] | None, on: str | None) -> Target:
     return target
 
 
-def _report(target: Target, options: dict[str, str]) -> Report:
+def _report(target: Target, options: dict[str, str], trained: bool = False) -> Report:
     """What became of each attention of the target."""
     import torch
 
     from fusecomp.backend import explain as explained
 
-    with _progress(f"compiling and verifying {target.name}"), torch.no_grad():
+    with _progress(f"compiling and verifying {target.name}"), torch.set_grad_enabled(trained):
         report = explained(target.call, *target.args, options=options, **target.kwargs)
     return replace(report, title=target.name)
 

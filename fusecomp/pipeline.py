@@ -91,7 +91,7 @@ def compile_graph(gm: GraphModule, values: Sequence[Any], options: Options) -> C
 def compile_match(module: GraphModule, match: Match, options: Options) -> Entry:
     """Plan, emit, load, verify and substitute one attention. What goes wrong leaves eager in place."""
     region, sizes = match.region, seen_sizes(match)
-    base = Entry(0, "fallback", region.origin, region.source, region, sizes)
+    base = Entry(0, "fallback", region.origin, region.source, region, sizes, (*sorted(match.learned),))
     if why := refused(match, sizes, options):
         return replace(base, status="declined", reason=why)
     if options.empty_rows == "zero":

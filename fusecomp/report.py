@@ -55,6 +55,8 @@ class Entry:
     region: AttentionRegion | None = None
     sizes: Mapping[str, int] = field(default_factory=dict)
     """The lengths it was planned for: {"B": 2, "M": 4096 ...}. The kernel takes any."""
+    learned: tuple[str, ...] = ()
+    """The operands of the region that were trained."""
     reason: str = ""
     """Why it was declined, or why eager runs it."""
     advice: str = ""

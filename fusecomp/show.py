@@ -11,11 +11,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from fusecomp.errors import CacheError
+from fusecomp.codegen import hopper_backward
+from fusecomp.errors import CacheError, KernelError, PlanError
 from fusecomp.graph.facts import label
 from fusecomp.ir.region import AttentionRegion
 from fusecomp.planning.device import Device, current, live
-from fusecomp.planning.ranking import rank_plan
+from fusecomp.planning.ranking import rank_backward, rank_plan
 from fusecomp.planning.tile import TilePlan
 from fusecomp.planning.units import size
 from fusecomp.report import NOTHING, Report, cost_text, plan_text
@@ -56,8 +57,9 @@ def _named(captured: torch.fx.GraphModule) -> torch.fx.GraphModule:
     return captured
 
 
-def stage(report: Report, until: str, device: Device) -> Iterator[str]:
-    """What each attention is after the stage `until`, planned for `device`; a decline says why at every stage."""
+def stage(report: Report, until: str, device: Device, backward: bool = False) -> Iterator[str]:
+    """What each attention is after the stage `until`, planned for `device`; a decline says why at every stage.
+    `backward`: of the kernels of the gradients."""
     comment = "//" if until == "ptx" else "#"
     if not report.entries:
         yield f"{comment} {NOTHING}"
@@ -68,24 +70,46 @@ def stage(report: Report, until: str, device: Device) -> Iterator[str]:
         if entry.region is None:
             advice = f"\n{comment} advice: {entry.advice}" if entry.advice else ""
             yield f"{comment} {entry.status}: {entry.reason}{advice}\n"
+        elif backward and not entry.learned:
+            yield f"{comment} nothing that it reads is trained: let an input or a parameter require a gradient\n"
         else:
-            yield f"{_made(entry.region, entry.sizes, until, device)}\n"
+            learned = frozenset(entry.learned if backward else ())
+            yield f"{_made(entry.region, entry.sizes, until, device, learned)}\n"
 
 
-def _made(region: AttentionRegion, sizes: Mapping[str, int], until: str, device: Device) -> str:
-    """Region, plan, kernel, machine code: each from the one before."""
-    from fusecomp.codegen.emit import emit
+def _made(
+    region: AttentionRegion, sizes: Mapping[str, int], until: str, device: Device, learned: frozenset[str]
+) -> str:
+    """Region, plan, kernel, machine code: each from the one before. Of the gradients, where something is learned."""
     from fusecomp.planning.plan import plan
 
     if until == "region":
         return str(region)
     tiles = plan(region, sizes, device)
     if until == "plan":
-        return "\n".join(_plan(region, tiles, sizes, device))
-    source = emit(region, hopper.planned(region, sizes, device) or tiles)
+        return "\n".join(_plan(region, tiles, sizes, device, bool(learned)))
+    source = _source(region, tiles, sizes, device, learned)
+    if isinstance(source, str):
+        return source
     if until == "kernel":
         return source.text
     return _machine_code(source, device)
+
+
+def _source(
+    region: AttentionRegion, tiles: TilePlan, sizes: Mapping[str, int], device: Device, learned: frozenset[str]
+) -> KernelSource | str:
+    """The file, or why there is none."""
+    from fusecomp.codegen.emit import emit
+    from fusecomp.running.lower import gradients_of
+
+    own = hopper.planned(region, sizes, device, hopper_backward.expresses(region, learned)) or tiles
+    if not learned:
+        return emit(region, own)
+    try:
+        return gradients_of(region, own, sizes, learned, device, fixed=tuple(sizes.items()))
+    except (KernelError, PlanError) as error:
+        return f"# no kernels of the gradients, which are recomputed a block of rows at a time: {error}"
 
 
 def _machine_code(source: KernelSource, device: Device) -> str:
@@ -105,7 +129,9 @@ def _known(count: int | None) -> str:
     return "unknown" if count is None else str(count)
 
 
-def _plan(region: AttentionRegion, plan: TilePlan, sizes: Mapping[str, int], device: Device) -> Iterator[str]:
+def _plan(
+    region: AttentionRegion, plan: TilePlan, sizes: Mapping[str, int], device: Device, backward: bool
+) -> Iterator[str]:
     yield f"on {plan.device}, {', '.join(f'{name} = {length}' for name, length in sizes.items())}"
     yield plan_text(plan)
     if plan.cost is not None:
@@ -114,6 +140,8 @@ def _plan(region: AttentionRegion, plan: TilePlan, sizes: Mapping[str, int], dev
         yield f"Runs in the kernel for Hopper's tensor cores: {plan_text(own)}\n{cost_text(own.cost)}"
     if (ranking := rank_plan(region, sizes, device, plan)) is not None:
         yield f"\n{printed(considered(ranking, ROWS))}"
+    for gradients in rank_backward(region, sizes, device, device.smem_bytes) if backward else ():
+        yield f"\n{gradients.kernel}\n\n{printed(considered(gradients, ROWS))}"
 
 
 def facts() -> Iterator[tuple[str, str]]:

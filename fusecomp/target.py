@@ -15,13 +15,14 @@ import inspect
 import sys
 import traceback
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map
 
 from fusecomp.errors import TargetError
 from fusecomp.planning.units import DTYPES
@@ -50,6 +51,13 @@ class Target:
                 f"{self.name} does not run in eager PyTorch, on inputs ({shapes}): {_said(error)}. "
                 "Give other shapes with --arg, or name a factory that returns (model, args)."
             ) from error
+
+    def learning(self) -> Target:
+        """The same, trained: a model's parameters learn; of a function, what it is given."""
+        if isinstance(self.call, torch.nn.Module):
+            return self
+        args, kwargs = tree_map(_learning, (self.args, dict(self.kwargs)))
+        return replace(self, args=args, kwargs=kwargs)
 
     def to(self, device: str) -> Target:
         """The same on another device."""
@@ -178,6 +186,11 @@ def _from_factory(name: str, path: str, call: Callable[..., Any]) -> Target:
 
 def _tuple(args: Any) -> tuple[Any, ...]:
     return tuple(args) if isinstance(args, list | tuple) else (args,)
+
+
+def _learning(value: Any) -> Any:
+    floats = isinstance(value, Tensor) and value.is_floating_point()
+    return value.detach().requires_grad_() if floats else value
 
 
 def _moved(value: Any, device: str) -> Any:

@@ -28,6 +28,9 @@ def mixed(q, k, v):
 
 def none(x):
     return x + 1
+
+def frozen(q, k, v):
+    return attention(q.detach(), k.detach(), v.detach())
 '''
 
 Call = Callable[..., tuple[int, str, str]]
@@ -112,6 +115,29 @@ def test_show_each_stage(call: Call, model: str, stage: str, part: str) -> None:
     status, out, _ = call("show", "--until", stage, f"{model}:attention", "--device", "h100")
     assert status == 0
     assert part in out
+
+
+@pytest.mark.parametrize(
+    ("device", "stage", "part"),
+    [
+        ("a100", "plan", "key gradients"),
+        ("a100", "kernel", "def key_gradients("),
+        ("h100", "kernel", "def key_gradients("),
+        ("a100", "ptx", ": query_gradient for sm_80: "),
+    ],
+)
+def test_show_the_gradients(call: Call, model: str, device: str, stage: str, part: str) -> None:
+    given = f"{model}:attention", "--device", device, "--arg", "1x2x512x64:bf16"
+    status, out, _ = call("show", "--backward", "--until", stage, *given)
+    assert status == 0
+    assert part in out
+    assert part not in call("show", "--until", stage, *given)[1]
+
+
+def test_show_says_where_nothing_is_trained(call: Call, model: str) -> None:
+    status, out, _ = call("show", "--backward", f"{model}:frozen")
+    assert status == 0
+    assert "# nothing that it reads is trained" in out
 
 
 def test_show_says_why_there_is_nothing(call: Call, model: str) -> None:

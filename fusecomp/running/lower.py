@@ -15,7 +15,8 @@ import torch
 from torch.fx import Node
 
 from fusecomp.codegen import hopper_backward
-from fusecomp.codegen.backward import emit_backward
+from fusecomp.codegen.backward import BackwardSource, emit_backward
+from fusecomp.codegen.backward_exact import Fixed
 from fusecomp.codegen.descriptors import choose
 from fusecomp.codegen.emit import emit
 from fusecomp.codegen.source import KernelSource
@@ -25,7 +26,7 @@ from fusecomp.ir.region import AttentionRegion
 from fusecomp.patterns.build import Match
 from fusecomp.patterns.masks import hiding
 from fusecomp.planning.backward import backward_plan, by_table
-from fusecomp.planning.device import current
+from fusecomp.planning.device import Device, current
 from fusecomp.planning.plan import alone, fixed_share, plan, split
 from fusecomp.planning.tile import TilePlan
 from fusecomp.planning.visits import gradients_visit
@@ -138,16 +139,24 @@ def for_training(match: Match, tiles: TilePlan, sizes: Mapping[str, int], option
     """A forward kernel that saves the log-sum-exp, and its backward. KernelError or PlanError where there is none."""
     region = match.region
     source, launch = generate(match, tiles, saves_lse=True)
-    others = match.learned - products_of(region)
-    plans = backward_plan(region, current(), sizes)
-    if tiles.visits != "bounds" and tiles.cost is not None and gradients_visit(tiles.cost.seconds):
-        plans = by_table(plans, region, others, tiles.visits)
-    if tiles.consumers and hopper.trains(match):
-        plans = hopper_backward.specialised(region, tiles, hopper.in_order(options))
-    backward = emit_backward(region, plans, others, fixed(match))
+    backward = gradients_of(region, tiles, sizes, match.learned, current(), hopper.in_order(options), fixed(match))
     module = runnable(backward)
     return Lowered(f"{key_of(source)}-{key_of(backward)[-8:]}", launch, "triton", source.plan, source,
                    module.launch, backward)  # fmt: skip
+
+
+def gradients_of(
+    region: AttentionRegion, tiles: TilePlan, sizes: Mapping[str, int], learned: frozenset[str], device: Device,
+    in_order: bool = True, fixed: Fixed = (),
+) -> BackwardSource:  # fmt: skip
+    """The backward kernels beside a forward kernel of these tiles. KernelError or PlanError where there are none."""
+    others = learned - products_of(region)
+    plans = backward_plan(region, device, sizes)
+    if tiles.visits != "bounds" and tiles.cost is not None and gradients_visit(tiles.cost.seconds):
+        plans = by_table(plans, region, others, tiles.visits)
+    if tiles.consumers and hopper_backward.expresses(region, learned):
+        plans = hopper_backward.specialised(region, tiles, in_order)
+    return emit_backward(region, plans, others, fixed)
 
 
 def fixed(match: Match) -> tuple[tuple[str, int], ...]:
