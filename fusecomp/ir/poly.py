@@ -88,7 +88,7 @@ def always_natural(p: Poly) -> bool:
 def _lowest(p: Poly) -> Poly | None:
     """What p is never below, a polynomial in naturals: each size stands for itself less 1. None where unknown."""
     lowest: Poly = {}
-    for monomial, c in p.items():
+    for monomial, c in _at_the_end(p).items():
         term: Poly = {(): c}
         if not _monotone(monomial):
             if c < 0 or any(n % 2 for n in Counter(monomial).values()):
@@ -101,6 +101,19 @@ def _lowest(p: Poly) -> Poly | None:
             term = times(term, bound)
         lowest = plus(lowest, term, 1)
     return lowest
+
+
+def _at_the_end(p: Poly) -> Poly:
+    """p, an index that lowers it at its last place: the lengths of axes that are computed then cancel."""
+    for monomial, c in p.items():
+        for f in monomial if c < 0 and _monotone(monomial) else ():
+            match f:
+                case Var(_, Apply() as size):
+                    others = list(monomial)
+                    others.remove(f)
+                    last = times({tuple(others): c}, plus(poly(size), {(): 1}, -1))
+                    return _at_the_end(plus({m: k for m, k in p.items() if m != monomial}, last, 1))
+    return p
 
 
 def _monotone(monomial: Monomial) -> bool:
