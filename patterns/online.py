@@ -239,16 +239,31 @@ def total(node: Node) -> Term | None:
 
 
 def one_equation(found: list[Term]) -> bool:
-    """Whether all products are alike but for the number of keys."""
-    specs = [t.spec for t in found if t.spec is not None]
-    kinds = {(s.left_axes, s.right_axes, s.out_axes, dtype(s.left), dtype(s.right)) for s in specs}
-    return len(kinds) == 1 and len({dtype(t.made) for t in found}) == 1
+    """Whether all products are alike but for the number of keys, and for axes along which some values are the same."""
+    specs, axes = [t.spec for t in found if t.spec is not None], fullest(found).right_axes
+    kinds = {(s.left_axes, s.contracted, s.out_axes, dtype(s.left), dtype(s.right)) for s in specs}
+    alike = all(s.right_axes == axes or set(s.right_axes) < set(axes) for s in specs)
+    return alike and len(kinds) == 1 and len({dtype(t.made) for t in found}) == 1
+
+
+def fullest(found: list[Term]) -> Contraction:
+    """The product whose values have the most axes."""
+    return max((t.spec for t in found if t.spec is not None), key=lambda s: len(s.right_axes))
+
+
+def spread(x: Tensor, own: str, axes: str, lengths: dict[str, Any]) -> Tensor:
+    """x with the axes of the others, the same along those that are not its own."""
+    if own == axes:
+        return x
+    x = x.permute([own.index(a) for a in axes if a in own])
+    for n, a in enumerate(axes):
+        x = x if a in own else x.unsqueeze(n)
+    return x.expand([x.shape[n] if a in own else lengths[a] for n, a in enumerate(axes)])
 
 
 def together(node: Node, found: list[Term]) -> Callable[..., Tensor]:
     """scores, .., values, .. -> softmax(scores) values"""
-    spec = found[0].spec
-    assert spec is not None
+    spec, own = fullest(found), [t.spec.right_axes for t in found if t.spec is not None]
     at, equation = spec.right_axes.index(spec.contracted), f"{spec.left_axes},{spec.right_axes}->{spec.out_axes}"
     weights, out = spec.left.meta["val"].dtype, node.meta["val"].dtype
     whole = found[0].made.meta["val"].dtype
@@ -256,6 +271,9 @@ def together(node: Node, found: list[Term]) -> Callable[..., Tensor]:
     def product(*tensors: Tensor) -> Tensor:
         scores, values = tensors[: len(found)], tensors[len(found) :]
         p = torch.softmax(torch.cat(scores, -1).to(whole), -1).to(weights)
-        return torch.einsum(equation, p, torch.cat(values, at)).to(out)
+        most = values[own.index(spec.right_axes)]
+        lengths = dict(zip(spec.right_axes, most.shape, strict=True))
+        alike = [spread(x, a, spec.right_axes, lengths) for x, a in zip(values, own, strict=True)]
+        return torch.einsum(equation, p, torch.cat(alike, at)).to(out)
 
     return product

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
 from typing import Any, Protocol
 
 from torch.fx import GraphModule, Node
 
 from fusecomp.graph.facts import is_tensor, number, op_name, reach, shape
 from fusecomp.graph.rewriting import facts_of
-from fusecomp.ir.expr import Const, Load, Var, parts
-from fusecomp.patterns.lift import Decline, Lift, argument, axis
-from fusecomp.patterns.masks import sees_a_key, split
+from fusecomp.ir.algebra import apply
+from fusecomp.ir.expr import Const, Expr, Load, Var, parts
+from fusecomp.ir.poly import is_natural
+from fusecomp.ir.ranges import reach as reached
+from fusecomp.patterns.lift import Decline, Index, Lift, argument, axis
+from fusecomp.patterns.masks import Masked, sees_a_key, split
 from fusecomp.patterns.normalisers import LEAST
 
 CASTS = ("to", "_to_copy", "type_as", "float", "half", "bfloat16")
@@ -72,9 +76,13 @@ def tests(c: Any, m: Any) -> bool:
 
 def known_rows(module: GraphModule, found: Sequence[Shifted]) -> bool:
     """Whether every shift is finite in every row: it begins at a number below all scores, or is the largest score of
-    keys of which each row sees one. Less -inf, even a score of -inf is NaN."""
-    lift = Lift(facts_of(module))
-    seen: dict[Node, bool] = {}
+    keys of which each row sees one, or else none at all. Less -inf, even a score of -inf is NaN."""
+    lift, scores = Lift(facts_of(module)), [t.scores for t in found]
+
+    @cache
+    def known(s: Node) -> bool:
+        return sees_keys(lift, s) or leads(lift, s, scores)
+
     for t in sorted(found, key=lambda t: lift.facts.position[t.made]):
         above = reach([t.shift], maxima)
         begins = [number(argument(x, FILL[op_name(x)], "fill_value")) for x in above if op_name(x) in FILL]
@@ -82,10 +90,8 @@ def known_rows(module: GraphModule, found: Sequence[Shifted]) -> bool:
             return False
         if any(isinstance(b, Const) and b.value > -INF for b in begins):
             continue
-        largest = {x.args[0] for x in above if op_name(x) in ("amax", "max") and x.args[0] in {t.scores for t in found}}
-        for s in largest - set(seen):
-            seen[s] = sees_keys(lift, s)  # type: ignore[index, arg-type]
-        if not any(seen[s] for s in largest):  # type: ignore[index]
+        largest = {x.args[0] for x in above if op_name(x) in ("amax", "max")}.intersection(scores)
+        if not any(known(s) for s in sorted(largest, key=lambda s: lift.facts.position[s])):
             return False
     return True
 
@@ -100,15 +106,41 @@ def maxima(node: Node) -> list[Node]:
     return node.all_input_nodes if op_name(node) in along or (op_name(node) == "max" and plain(node)) else []
 
 
-def sees_keys(lift: Lift, scores: Node) -> bool:
-    """Whether every query provably sees a key of these scores."""
+def masked(lift: Lift, scores: Node) -> tuple[Masked, Index] | None:
+    """Scores as they are seen by their last two axes, where all that they read are products."""
     lengths = shape(scores)
     index = tuple(Var(f"i{n}", size) for n, size in enumerate(lengths))
     index = (*index[:-2], Var("q_idx", lengths[-2]), Var("kv_idx", lengths[-1]))
     try:
-        masked = split(lift.lift(scores, index))
+        found = split(lift.lift(scores, index))
     except Decline:
+        return None
+    read = {x.tensor for x in parts(found.score) if isinstance(x, Load)}
+    return (found, index) if read <= set(lift.products) else None
+
+
+def sees_keys(lift: Lift, scores: Node) -> bool:
+    """Whether every query provably sees a key of these scores."""
+    if (found := masked(lift, scores)) is None:
         return False
-    read = {x.tensor for x in parts(masked.score) if isinstance(x, Load)}
-    seen = masked.fill != -INF or sees_a_key(masked.keep, index[-2], index[-1])
-    return read <= set(lift.products) and seen
+    here, index = found
+    return here.fill != -INF or sees_a_key(here.keep, index[-2], index[-1])
+
+
+def leads(lift: Lift, scores: Node, all_of_them: Sequence[Node]) -> bool:
+    """Whether a query that sees no key of these scores sees none of the others, kv_idx < L - c, c >= 0: it is NaN in
+    one softmax too."""
+    ends = [upper_ends(lift, s) for s in (scores, *all_of_them)]
+    (first, alone), *others = ends
+    return alone and len(first) == 1 and all(
+        any(is_natural(apply("sub", first[0], e)) for e in edges) for edges, _ in others
+    )  # fmt: skip
+
+
+def upper_ends(lift: Lift, scores: Node) -> tuple[list[Expr], bool]:
+    """(the L of each kv_idx < L that a mask of -inf says, whether it says nothing else)."""
+    if (found := masked(lift, scores)) is None or found[0].fill != -INF:
+        return [], False
+    seen = reached(found[0].keep, "q_idx", "kv_idx")
+    flat = [b.edge for b in seen.upper if not b.slope]
+    return flat, len(flat) == len(found[0].keep)

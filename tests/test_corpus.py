@@ -29,12 +29,16 @@ from corpus import (
     packed,
     paged,
     paged_fetched,
+    paged_kept,
     paged_latent,
     paged_masked,
     paged_more,
     paged_near,
     paged_near_served,
     paged_near_writes,
+    paged_parts,
+    paged_pools,
+    paged_requests,
     paged_served,
     paged_shared,
     paged_written,
@@ -57,7 +61,7 @@ ROOT = Path(__file__).parent
 LONG = (
     dense, paged, paged_fetched, paged_masked, paged_more, paged_written, paged_served, paged_latent, paged_near,
     paged_near_writes, paged_near_served, paged_shared, families, families_more, by_hand, looped, masks_made, papers,
-    papers_more,
+    papers_more, paged_pools, paged_requests, paged_parts, paged_kept,
 )  # fmt: skip
 TABLES = (*LONG, spelled, masked, packed, written, twins, idioms, logsums, extended, functions,
           normalised, calls, pieces, online, assigned, totals, similar)  # fmt: skip
@@ -84,6 +88,9 @@ QUICK = {
     "gathered_by_einsum_of_three", "mapped_over_queries", "blocks_by_kron", "longformer", "triangle_attention",
     "rotary_by_complex_numbers", "multi_head_latent", "heads_mixed_behind_near", "music_transformer_skew",
     "half_of_a_mask_filled_again", "zero_in_the_bytes", "merged_in_base_two", "empty_part_under_a_finite_fill",
+    "vllm_v0", "vllm_v1_keys_twice", "flashinfer_indptr", "sglang_window", "vmap_requests", "loop_masks_of_next",
+    "mixed_by_compare", "empty_nan", "loop_online", "cascade_global_max", "cascade_merge_swapped", "spec_tree",
+    "write_index_put", "write_keys_after", "quant_e4m3_token_head", "quant_int8_page", "mla_two_pools", "returns_lse",
 }  # fmt: skip
 """Of the long tables, what every run takes; the rest is slow."""
 INTERPRETED = "mul_scale,gqa_repeat_kv,causal_bottom_right,dead_row_finfo_min,sink_logit,two_index,slot_index"
@@ -138,7 +145,9 @@ def test_gradients_stop_where_the_program_stops_them(case: Any) -> None:
 
 PAGES_KNOWN = ("pages_kept_apart", "pages_kept_apart_in_the_scores", "exponentials_of_pages", "rows_of_group_and_query",
                "halves_of_the_table", "chunk_by_chunk", "chunk_by_chunk_masked", "chunks_interleaved",
-               "pieces_of_two_scales")  # fmt: skip
+               "pieces_of_two_scales", "v2_partitions_normalised", "v2_partitions_lse_shift",
+               "loop_online", "v2_loop_stacked", "vmap_requests", "vmap_heads_and_requests",
+               "minus_one_embedding")  # fmt: skip
 """Fused where the length of a page, or of another axis, is a number: the place in it is a remainder by it."""
 
 

@@ -222,3 +222,26 @@ def divided_at_each_step_where_a_chunk_has_no_key(q: Tensor, k: Tensor, v: Tenso
 def doubled_before_it_is_divided(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     e = scores(q, k).exp() + 1e-3
     return (e @ v * 2.0) / e.sum(-1, keepdim=True)
+
+
+def chunk_by_chunk(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, order: Any) -> Tensor:
+    m, total, out = q.new_full((2, 3, 24, 1), -INF), 0, 0
+    for n, (x, y) in order(enumerate(chunks(k, v))):
+        at = torch.arange(8 * n, 8 * n + 8, device=q.device)
+        s = scores(q, x).masked_fill((at >= lengths[:, None])[:, None, None], -INF)
+        new = torch.maximum(m, s.amax(-1, keepdim=True))
+        p, kept = torch.exp(s - new), torch.exp(m - new)
+        total, out, m = total * kept + p.sum(-1, keepdim=True), out * kept + p @ y, new
+    return out / total
+
+
+@CASES.fuse(lambda d: [*blocks(d), d.ints(0, 11)], dtypes=FULL, grad=())
+def padded_on_the_right_from_minus_infinity(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor) -> Tensor:
+    """NaN where the first chunk has no key, for none has."""
+    return chunk_by_chunk(q, k, v, lengths, list)
+
+
+@CASES.decline(lambda d: [*blocks(d), d.ints(24, 11)], dtypes=FULL, grad=())
+def padded_on_the_right_and_read_from_there(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor) -> Tensor:
+    """NaN where the last chunk has no key"""
+    return chunk_by_chunk(q, k, v, lengths, lambda pieces: [*pieces][::-1])
