@@ -4,7 +4,7 @@
     lift                                what lies between, at one index, as a scalar expression; its rules are in
     spellings, scalars, activations, reductions     functions of elements and of rows
     views, fetches, progressions, rounding          rearrangements, look-ups, running sums, dtypes
-    weights, exponentials, positive, normalisers, rows    the softmax in that expression, however it was spelled
+    weights, exponentials, positive, normalisers, rows, seen     the softmax in that expression, however it was spelled
     masks, dropout, logsums, stops      the mask in it, what stands beside the softmax, and where gradients end
     operands, quantised, apart, naming  what Q, K, V and the others are in memory, and what they are called
     build, reasons                      the region and its binding, or why there is none

@@ -26,6 +26,7 @@ from fusecomp.patterns.lift import Decline, Lift, Outside, broadcast
 from fusecomp.patterns.positive import logarithm, normalised_weights
 from fusecomp.patterns.products import Found
 from fusecomp.patterns.reasons import NO_WEIGHTS, no_weights, under_scores
+from fusecomp.patterns.seen import of_each_key
 from fusecomp.patterns.weights import Weights, denominator, softmax_weights
 
 log = logging.getLogger(__name__)
@@ -118,6 +119,7 @@ class Recogniser:
         lift.limit = lift.facts.position[node]
         lifted = lift.lift_at(spec.left, node, tuple(axes.get(a, ZERO) for a in spec.left_axes))
         key = axes[spec.contracted]
+        lifted = of_each_key(lift, lifted, key)
         output, weights = divided(lift, node, lifted, spec, axes) or (node, softmax_weights(lifted, key))
         if weights is None:
             raise no_weights(lift, lifted, key, node)
