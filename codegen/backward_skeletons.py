@@ -33,11 +33,12 @@ def launch(grads, out, grad_out, lse, «grad_lse»tensors, sizes):
 «selfcheck»
 '''
 
-_ROWS = """\
+_ROWS = '''\
 @triton.jit(do_not_specialize=«sizes»)
 def «name»(
     «parameters»
 ):
+    """delta of a tile of queries: the sum of O dO along each row."""
     «program»
 
     «rows»
@@ -47,7 +48,7 @@ def «name»(
     «output»
     «first_row»
     «delta»
-"""
+'''
 
 ROW_PRODUCTS = f"""{_ROWS}\
     «stored»
@@ -62,11 +63,12 @@ ROW_VALUES = f"""{_ROWS}\
     tl.store(row_values_ptr + row_values_stride_0 + padded, tl.where(live, delta[:, None], 0.0))
 """
 
-QUERY_GRADIENT = """\
+QUERY_GRADIENT = '''\
 @triton.jit(do_not_specialize=«sizes»)
 def «name»(
     «parameters»
 ):
+    """dQ: a tile of queries walks the keys that it sees."""
     «program»
 
     «rows»
@@ -90,13 +92,14 @@ def «name»(
     «rescue»
 
     «store»
-"""
+'''
 
-_HEAD = """\
+_HEAD = '''\
 @triton.jit(do_not_specialize=«sizes»)
 def «name»(
     «parameters»
 ):
+    """dK and dV: a tile of keys walks the queries that see it."""
     «program»
 
     «columns»
@@ -106,7 +109,7 @@ def «name»(
 
     «accs»
 
-"""
+'''
 
 _QUERIES = """\
     «pointers»
@@ -141,11 +144,12 @@ _PAIRS = """\
 
 """
 
-_PAIRS_HEAD = """\
+_PAIRS_HEAD = '''\
 @triton.jit(do_not_specialize=«sizes»)
 def «name»(
     «parameters»
 ):
+    """The gradient of what S reads for each query and key: a tile of it."""
     «program»
 
     «rows»
@@ -153,7 +157,7 @@ def «name»(
 
     «sum»
 
-"""
+'''
 
 
 def nested(lines: str) -> str:

@@ -30,11 +30,12 @@ def launch(out, tensors, sizes«lse»):
 «selfcheck»
 '''
 
-PREFILL = """\
+PREFILL = '''\
 @triton.jit(do_not_specialize=«sizes»)
 def «name»(
     «parameters»
 ):
+    """A tile of queries walks the keys that it sees, under a running softmax."""
     «program»
 
     «rows»
@@ -59,13 +60,14 @@ def «name»(
     «rescue»
 
     «store»
-"""
+'''
 
-DECODE = """\
+DECODE = '''\
 @triton.jit(do_not_specialize=«sizes»)
 def «name»(
     «parameters»
 ):
+    """A tile of queries walks one share of the keys; the sum is left as it is, beside its maximum."""
     «next_kernel»
     # Which share of which request; the grid has room for a few more than there are
     program = tl.program_id(0)
@@ -108,13 +110,14 @@ def «name»(
     tl.store(part_max_ptr + part, row_max[:, None], mask=inside)
     tl.store(part_sum_ptr + part, row_sum[:, None], mask=inside)
     «store_parts»
-"""
+'''
 
-COMBINE = """\
+COMBINE = '''\
 @triton.jit(do_not_specialize=«sizes»)
 def «name»(
     «parameters»
 ):
+    """One row: its shares, each weighted by its maximum."""
     unit = tl.program_id(0)
     row = tl.program_id(1)
     request = unit // units
@@ -149,13 +152,14 @@ def «name»(
 
     «keep»
     «store»
-"""
+'''
 
-RESCUE = """\
+RESCUE = '''\
 @triton.jit(do_not_specialize=«sizes»)
 def «name»(
     «parameters»
 ):
+    """The rows of a tile that saw no key in any share."""
     unit = tl.program_id(0)
     request = unit // units
     free = unit % units
@@ -179,7 +183,7 @@ def «name»(
         «every_tile»
 
     «store»
-"""
+'''
 
 SCHEDULE = """\
 @triton.jit

@@ -33,6 +33,7 @@ def attention(
     v_stride_0, v_stride_1, v_stride_2, v_stride_3, load0_stride_0, load0_stride_1, load0_stride_2,
     H, M, N,
 ):
+    """A tile of queries walks the keys that it sees, under a running softmax."""
     program = tl.program_id(0)
     q_tiles = tl.cdiv(M, BLOCK_M)
     q_start = program % q_tiles * BLOCK_M

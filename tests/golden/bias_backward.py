@@ -38,6 +38,7 @@ def row_products(
     out_ptr, grad_out_ptr, lse_ptr, delta_ptr, out_stride_0, out_stride_1, out_stride_2,
     grad_out_stride_0, grad_out_stride_1, grad_out_stride_2, M, BLOCK_M: tl.constexpr,
 ):
+    """delta of a tile of queries: the sum of O dO along each row."""
     program = tl.program_id(0)
     q_tiles = tl.cdiv(M, BLOCK_M)
     q_start = program % q_tiles * BLOCK_M
@@ -72,6 +73,7 @@ def query_gradient(
     q_stride_0, q_stride_1, q_stride_2, k_stride_0, k_stride_1, k_stride_2, v_stride_0, v_stride_1,
     v_stride_2, load0_stride_0, load0_stride_1, M, N, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):
+    """dQ: a tile of queries walks the keys that it sees."""
     program = tl.program_id(0)
     q_tiles = tl.cdiv(M, BLOCK_M)
     q_start = program % q_tiles * BLOCK_M
@@ -158,6 +160,7 @@ def key_gradients(
     load0_stride_0, load0_stride_1, M, N, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     WHOLE: tl.constexpr,
 ):
+    """dK and dV: a tile of keys walks the queries that see it."""
     program = tl.program_id(0)
     k_tiles = tl.cdiv(N, BLOCK_N)
     outer = tl.cast(program // k_tiles, tl.int64)
@@ -268,6 +271,7 @@ def load0_gradient(
     load0_stride_1, B, M, N, splits, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     WHOLE: tl.constexpr,
 ):
+    """The gradient of what S reads for each query and key: a tile of it."""
     program = tl.program_id(0)
     q_tiles = tl.cdiv(M, BLOCK_M)
     k_tiles = tl.cdiv(N, BLOCK_N)

@@ -39,6 +39,7 @@ def row_products(
     grad_out_stride_0, grad_out_stride_1, grad_out_stride_2, grad_out_stride_3, H, M,
     BLOCK_M: tl.constexpr,
 ):
+    """delta of a tile of queries: the sum of O dO along each row."""
     program = tl.program_id(0)
     q_tiles = tl.cdiv(M, BLOCK_M)
     q_start = program % q_tiles * BLOCK_M
@@ -77,6 +78,7 @@ def query_gradient(
     k_stride_1, k_stride_2, k_stride_3, v_stride_0, v_stride_1, v_stride_2, v_stride_3, H, M, N,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):
+    """dQ: a tile of queries walks the keys that it sees."""
     program = tl.program_id(0)
     q_tiles = tl.cdiv(M, BLOCK_M)
     # Section by section of the heads, in each the tiles with most work first: the grid ends with short ones
@@ -172,6 +174,7 @@ def key_gradients(
     k_stride_1, k_stride_2, k_stride_3, v_stride_0, v_stride_1, v_stride_2, v_stride_3, H, M, N,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):
+    """dK and dV: a tile of keys walks the queries that see it."""
     program = tl.program_id(0)
     k_tiles = tl.cdiv(N, BLOCK_N)
     # Section by section of the heads, in each the tiles with most work first: the grid ends with short ones

@@ -85,6 +85,7 @@ def row_products(
     out_stride_3, grad_out_stride_0, grad_out_stride_1, grad_out_stride_2, grad_out_stride_3,
     row_values_stride_0, row_values_stride_1, H, M, BLOCK_M: tl.constexpr,
 ):
+    """delta of a tile of queries: the sum of O dO along each row."""
     program = tl.program_id(0)
     q_tiles = tl.cdiv(M, BLOCK_M)
     q_start = program % q_tiles * BLOCK_M

@@ -44,6 +44,7 @@ def attention(
     q_stride_0, q_stride_1, q_stride_2, q_stride_3, k_stride_0, k_stride_1, k_stride_2, k_stride_3,
     v_stride_0, v_stride_1, v_stride_2, v_stride_3, H, M, N,
 ):
+    """A tile of queries walks the keys that it sees, under a running softmax."""
     program = tl.program_id(0)
     q_tiles = tl.cdiv(M, BLOCK_M)
     # Section by section of the heads, in each the tiles with most work first: the grid ends with short ones

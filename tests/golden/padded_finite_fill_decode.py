@@ -96,6 +96,7 @@ def attention(
     q_stride_1, q_stride_2, q_stride_3, k_stride_0, k_stride_1, k_stride_2, k_stride_3, v_stride_0,
     v_stride_1, v_stride_2, v_stride_3, load0_stride_0, requests, units, programs, M, N,
 ):
+    """A tile of queries walks one share of the keys; the sum is left as it is, beside its maximum."""
     # Which share of which request; the grid has room for a few more than there are
     program = tl.program_id(0)
     share = share_of(requests, units, programs, load0_ptr, load0_stride_0, N)
@@ -188,6 +189,7 @@ def combine(
     out_ptr, load0_ptr, part_acc_ptr, part_max_ptr, part_sum_ptr, maxima_ptr, out_stride_0,
     out_stride_1, out_stride_2, out_stride_3, load0_stride_0, requests, units, programs, M, N,
 ):
+    """One row: its shares, each weighted by its maximum."""
     unit = tl.program_id(0)
     row = tl.program_id(1)
     request = unit // units
@@ -241,6 +243,7 @@ def rescue(
     k_stride_2, k_stride_3, v_stride_0, v_stride_1, v_stride_2, v_stride_3, load0_stride_0, units,
     M, N,
 ):
+    """The rows of a tile that saw no key in any share."""
     unit = tl.program_id(0)
     request = unit // units
     free = unit % units

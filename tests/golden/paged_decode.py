@@ -100,6 +100,7 @@ def attention(
     v_pool_stride_3, table_stride_0, table_stride_1, lengths_stride_0, requests, units, programs, M,
     N,
 ):
+    """A tile of queries walks one share of the keys; the sum is left as it is, beside its maximum."""
     # Which share of which request; the grid has room for a few more than there are
     program = tl.program_id(0)
     share = share_of(requests, units, programs, lengths_ptr, lengths_stride_0, N)
@@ -222,6 +223,7 @@ def combine(
     out_ptr, lengths_ptr, part_acc_ptr, part_max_ptr, part_sum_ptr, out_stride_0, out_stride_1,
     out_stride_2, out_stride_3, lengths_stride_0, requests, units, programs, M, N,
 ):
+    """One row: its shares, each weighted by its maximum."""
     unit = tl.program_id(0)
     row = tl.program_id(1)
     request = unit // units
