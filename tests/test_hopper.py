@@ -254,10 +254,10 @@ def test_another_gluon_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_show_has_the_kernel_that_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hopper, "available", lambda: True)
-    text = _made(EXPRESSED["causal"], LONG, "kernel", find("h200"))
+    text = _made(EXPRESSED["causal"], LONG, "kernel", find("h200"), frozenset())
     assert "warp_specialize" in text
-    assert "2 groups of 4 warps" in _made(EXPRESSED["causal"], LONG, "plan", find("h200"))
-    assert "warp_specialize" not in _made(EXPRESSED["causal"], LONG, "kernel", find("a100"))
+    assert "2 groups of 4 warps" in _made(EXPRESSED["causal"], LONG, "plan", find("h200"), frozenset())
+    assert "warp_specialize" not in _made(EXPRESSED["causal"], LONG, "kernel", find("a100"), frozenset())
 
 
 FAILS = """
