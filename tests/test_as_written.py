@@ -3,18 +3,28 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from corpus.table import Draw, qkv, scores
+from recognising import candidates
 from torch import Tensor
 from torch._dynamo.exc import BackendCompilerFailed
 from torch.nn.functional import cosine_similarity, scaled_dot_product_attention
 
 import fusecomp
+from fusecomp.ir.algebra import apply, const
+from fusecomp.ir.expr import Load, transform
+from fusecomp.ir.region import AttentionRegion
 from fusecomp.patterns import distances, sdpa, sums
+from fusecomp.patterns.build import Match
+from fusecomp.pipeline import seen_sizes
+from fusecomp.running import cpu, verify
+from fusecomp.running.verdict import judge
 
 pytestmark = pytest.mark.usefixtures("own_cache")
 
@@ -104,3 +114,43 @@ def test_a_rewriting_with_another_gradient_is_noticed(monkeypatch: pytest.Monkey
     torch._dynamo.reset()
     with pytest.raises(BackendCompilerFailed, match="for the gradient of"):
         compiled(similar, strict=True)(*(x.requires_grad_() for x in args))
+
+
+# ----------------------------------------------------------------------------------------------------------------
+# Values that random ones are not like
+
+
+def without_keys(q: Tensor, k: Tensor, v: Tensor, keep: Tensor) -> Tensor:
+    return scores(q, k).masked_fill(~keep, -1e9).softmax(-1) @ v
+
+
+def up_to_lengths(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor) -> Tensor:
+    return scores(q, k).masked_fill(torch.arange(21) >= lengths[:, None, None, None], -1e9).softmax(-1) @ v
+
+
+def blank(region: AttentionRegion) -> AttentionRegion:
+    """A query that sees no key gives 0."""
+    return replace(region, filled_score=None, fill=-math.inf, empty_row="zero")
+
+
+def longer(region: AttentionRegion) -> AttentionRegion:
+    """A length of 0 is one of 1."""
+    one = const(1)
+    keep = (transform(e, lambda x: apply("max", x, one) if isinstance(x, Load) else None) for e in region.keep)
+    return replace(region, keep=tuple(keep))
+
+
+@pytest.mark.parametrize(
+    ("fn", "more", "wrong"),
+    [(without_keys, torch.ones(13, 21, dtype=torch.bool), blank), (up_to_lengths, torch.tensor([3, 21]), longer)],
+)
+def test_what_is_misread_of_values_that_are_never_drawn_is_noticed(fn: Any, more: Tensor, wrong: Any) -> None:
+    (match,) = candidates(fn, *draw(), more)
+    assert isinstance(match, Match)
+    misread, sizes, device = replace(match, region=wrong(match.region)), seen_sizes(match), torch.device("cpu")
+    assert verify.verify(match, cpu.lower(match.region), sizes, device, "right").passed
+    drawn = verify.example(misread, sizes, device)
+    assert judge(verify.compare(misread, drawn, cpu.lower(misread.region), sizes)(), "float32").passed
+    verdict = verify.verify(misread, cpu.lower(misread.region), sizes, device, "wrong")
+    assert not verdict.passed
+    assert "the program on values far apart" in str(verdict)

@@ -4,7 +4,7 @@
     library, hopper, cpu, blocks                who runs it: PyTorch's SDPA, Hopper's kernel, operators on a CPU
     backward                                    gradients without a kernel, by recomputation
     verify, verdict, expected, inputs           the judge: random inputs, what is right in float64
-    original, rewritten, subgraph               the program between them, run as it was written and as it is read
+    original, rewritten, unkind, subgraph       the program between them, as it was written and as it was read
     cache                                       kernels and verdicts on disk
     operator, substitute, sums, visits, layout  what stands in the graph instead
     calls, inductor, direct, replay, launcher   what a call of it costs the host, made small

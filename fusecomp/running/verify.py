@@ -35,6 +35,7 @@ from fusecomp.running.original import original, rewritten
 from fusecomp.running.rewritten import judge_rewriting
 from fusecomp.running.subgraph import seen
 from fusecomp.running.sums import arranged, whole
+from fusecomp.running.unkind import judge_meaning
 from fusecomp.running.verdict import FLOOR, Judged, Verdict, judge
 
 GRADIENT_MULTIPLE = 2.0
@@ -66,6 +67,7 @@ def verify(
     verdict = judge(run(), match.region.out_dtype)
     if verdict.passed and (room := rooms(match, drawn[1], sizes["N"])) >= 1:
         verdict = judge_rewriting(match, drawn[0], bool(match.learned) and room >= KEPT) or verdict
+        verdict = judge_meaning(match, *example(match, sizes, device), sizes) or verdict
     if verdict.passed and match.region.lse:
         verdict = judge_log_sums(match, drawn, launch, sizes) or verdict
     if verdict.passed and differentiated is not None:
