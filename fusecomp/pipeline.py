@@ -5,7 +5,7 @@
     lower       plan tiles within the SRAM budget,                   planning/plan.py
                 emit a specialised kernel as readable text,          codegen/emit.py, codegen/backward.py
                 load it from a private, content-addressed file       running/loader.py
-    verify      against the graph's own nodes in float64             running/verify.py
+    verify      against the program as written, in float64           running/verify.py
     substitute  the kernel's operator for the nodes                  running/substitute.py
 """
 

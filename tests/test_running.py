@@ -139,6 +139,15 @@ def test_gradients_are_eagers(fn: Callable[..., Tensor], shape: tuple[int, ...],
         torch.testing.assert_close(g.double(), e, rtol=1e-5, atol=1e-4 if e.numel() == 1 else 1e-5)
 
 
+def test_an_infinite_scale_before_a_cap() -> None:
+    """Of Q, it would sum infinities of both signs."""
+    args = draw()
+    capped = compiled(lambda q, k, v: (5 * torch.tanh(q @ k.mT * INF)).softmax(-1) @ v, strict=True)(*args)
+    q, k, v = args
+    torch.testing.assert_close(capped, (5 * (q @ k.mT).sign()).softmax(-1) @ v)
+    assert fusecomp.counters()["fused"] == 1
+
+
 def test_a_mask_that_wants_no_gradient_gets_none() -> None:
     q, k, v = draw()
     mask = torch.zeros(13, 21).masked_fill(torch.rand(13, 21) < 0.3, -INF)

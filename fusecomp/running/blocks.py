@@ -63,6 +63,8 @@ def _fold(score: Expr, term: Score) -> tuple[float, Expr]:
                 factor = 1.0 / c
             case _:
                 continue
+        if not math.isfinite(factor):  # of Q, its sum over D would be of infinities of both signs
+            continue
         alone = term not in parts(substitute(score, {e: Const(0.0)}))
         return (factor, substitute(score, {e: term})) if alone else (1.0, score)
     return 1.0, score
