@@ -32,6 +32,8 @@ from fusecomp.codegen.wrap import wrapped_lines
 from fusecomp.errors import CacheError, KernelError
 from fusecomp.ir.algebra import apply
 from fusecomp.ir.expr import Cast, Const, Expr, Var
+from fusecomp.planning.device import find
+from fusecomp.planning.plan import plan
 from fusecomp.running.loader import load as load_module
 
 MOVING = frozenset({"q_idx", "kv_idx"})
@@ -282,6 +284,9 @@ def test_values_of_8_bits_are_turned_when_they_have_16(dtype: str, converts: str
     assert not re.search(r"ld\.shared\.[bsu]8", ptx)
     assert "ldmatrix.sync.aligned.m8n8.x4.trans" in ptx
     assert converts not in ptx
+    planned = plan(region, {"B": 64, "H": 32, "M": 1, "N": 4096, "P": 16384}, find("h200"))
+    assert (planned.warps, planned.stages) == (2, 3)
+    assert planned.cost.smem_bytes == cross_compile(emit(region, planned), 90).shared
     before = replace(source, text=re.sub(r" +v_tile = tl.where\(widened.*\n", "", source.text))
     assert re.search(r"ld\.shared\.[bsu]8", cross_compile(before, 90).ptx)
 

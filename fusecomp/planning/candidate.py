@@ -134,6 +134,7 @@ def of_region(known: Facts) -> dict[str, float]:
         "CHUNK": max(max(known.dv_chunks), *(max(c) for c in known.d_chunks)),
         "KV_TILES": sum(map(len, known.d_chunks)) + len(known.dv_chunks),
         "WIDTH": known.width,
+        "HELD": known.held,
         "Q_ROW": known.q_row,
         "K_ROW": known.k_row,
         "V_ROW": known.v_row,

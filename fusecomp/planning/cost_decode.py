@@ -12,7 +12,7 @@ import sympy
 
 from fusecomp.planning.equations import Equation, Model
 from fusecomp.planning.rates import mma_share
-from fusecomp.planning.resources import SMEM_RESERVED, accumulator, kv_tile, smem, vectors
+from fusecomp.planning.resources import SMEM_RESERVED, accumulator, buffered, kv_tile, smem, vectors
 from fusecomp.planning.symbols import *
 
 DECODE_FITTED = {
@@ -61,7 +61,7 @@ programs = units * splits
 # Programs of the busiest multiprocessor: rounds of as many as it holds, then the rest. A program that is held to some
 # registers takes them all.
 ahead = Max(1, STAGES - 1)
-registers = DECODE_BASE + DECODE_SUM * accumulator + DECODE_VECTOR * vectors
+registers = DECODE_BASE + DECODE_SUM * accumulator + DECODE_VECTOR * vectors * buffered / kv_tile
 spilled = Max(0, registers - REGS_MAX)
 by_registers = REGS_PER_SM / (8 * ceiling(Max(CAP, Min(REGS, REGS_MAX)) / 8) * threads)
 resident = Max(1, floor(Min(SMEM_PER_SM / (SHARED + SMEM_RESERVED), by_registers, THREADS_PER_SM / threads)))

@@ -37,6 +37,8 @@ class Facts:
     precision: str
     width: int
     """Of the widest operand of the products."""
+    held: int
+    """Of the wider of K and V, as they lie in memory."""
     q_row: int
     """Of one row of Q, of all products; k_row and v_row likewise, o_row of one row of the output."""
     k_row: int
@@ -92,6 +94,7 @@ def facts(region: AttentionRegion) -> Facts:
         dtype=products[0].dtype,
         precision=region.precision,
         width=max(WIDTH.get(region.operand(a.operand).dtype, 1) for p in products for a in (p.q, p.k, region.v)),
+        held=max(WIDTH.get(region.operand(a.operand).dtype, 1) for p in products for a in (p.k, region.v)),
         q_row=sum(_row(region, p.q, extent(p.d)) for p in products),
         k_row=sum(_row(region, p.k, extent(p.d)) for p in products),
         v_row=_row(region, region.v, extent(region.dv)),

@@ -22,6 +22,7 @@ GLOSSARY: dict[str, tuple[str, str, str]] = {
     "CHUNK": ("columns of the widest part of D or DV", "elements", REGION),
     "KV_TILES": ("parts of K and V of one tile of keys", "parts", REGION),
     "WIDTH": ("width of an operand of the products", "B", REGION),
+    "HELD": ("width of an element of K and V in memory", "B", REGION),
     "Q_ROW": ("one row of Q", "B", REGION),
     "K_ROW": ("one row of K", "B", REGION),
     "V_ROW": ("one row of V", "B", REGION),

@@ -75,7 +75,10 @@ shared = CROSSES * (p_tile + 4 * BLOCK_M * (DOT + MMA_SYNC * Max(0, WIDTH / 2 - 
 # the mask cuts are a loop of their own, which loads no bias ahead: mma.sync takes scores to where the bias is.
 buffers = STAGES - 1 + WGMMA - (1 - SPLIT) * Min(1, LOOKED_UP) * Max(0, 1 - Max(STAGES - 3, 3 - STAGES))
 ahead = Max((STAGES - 1) * LOAD * pairs + Max(shared, drawn), MMA_SYNC * scored)
-pipelined = q_tile + buffers * (kv_tile + (1 - SPLIT) * 4 * LOOKED_UP * BLOCK_N) + ahead
+# Decoding keeps K and V of 8 bits as they come, and beside them V as the product reads it
+narrow = SPLIT * MMA_SYNC * Max(0, 2 - HELD)
+buffered = kv_tile - narrow * (WIDTH - HELD) * BLOCK_N * (D + DV)
+pipelined = q_tile + narrow * v_tile + buffers * (buffered + (1 - SPLIT) * 4 * LOOKED_UP * BLOCK_N) + ahead
 # Without a pipeline, K is gone when V comes
 alone = Max((1 - BYTES) * (1 - DOT) * loaded, (MMA_SYNC * BYTES + DOT) * scored)
 unpipelined = q_tile + Max(k_tile, v_tile + Max(shared, REGROUPED * Min(p_tile, vector)), drawn, alone)

@@ -25,8 +25,11 @@ def symbols(names: str) -> list[Any]:
 
 # The tile and the schedule
 BLOCK_M, BLOCK_N, WARPS, STAGES, PACK, GROUPS = symbols("BLOCK_M BLOCK_N WARPS STAGES PACK GROUPS")
-# The region: D and DV as Triton holds them, WIDTH in bytes; bytes of a row of Q, K, V, O; work and bytes of a pair
-D, DV, CHUNK, KV_TILES, WIDTH, Q_ROW, K_ROW, V_ROW, O_ROW = symbols("D DV CHUNK KV_TILES WIDTH Q_ROW K_ROW V_ROW O_ROW")
+# The region: D and DV as Triton holds them, WIDTH in bytes, and HELD, of K and V in memory; bytes of a row of Q, K, V,
+# O; work and bytes of a pair
+D, DV, CHUNK, KV_TILES, WIDTH, HELD, Q_ROW, K_ROW, V_ROW, O_ROW = symbols(
+    "D DV CHUNK KV_TILES WIDTH HELD Q_ROW K_ROW V_ROW O_ROW"
+)
 FMA, SFU, TEST, DRAWS, LOAD, LOAD_UNIQUE, LOOKED_UP, PASSES = symbols(
     "FMA SFU TEST DRAWS LOAD LOAD_UNIQUE LOOKED_UP PASSES"
 )

@@ -17,6 +17,9 @@ UNSPLIT = 512
 for about as long as splitting and combining takes."""
 TABLED = (4,), (2, 3)
 """Warps and stages of decoding whose keys are found through a table: two warps have no registers for the addresses."""
+NARROW = (2,), (3,)
+"""Of decoding whose keys and values have 8 bits. They are converted on the way, which takes as long as their way: two
+warps share less of it, and a tile more is under way (probes_h200.json)."""
 SIDES = (16, 32, 64, 128)
 
 
@@ -26,7 +29,7 @@ def candidates(launch: Launch, describable: bool = False, pack: int = 1) -> Iter
     Descriptors fill what wgmma or tcgen05 reads, ahead of it."""
     ways = ("pointer", "descriptor") if describable and launch.describable else ("pointer",)
     tallest = max(16, power(launch.at.m * pack))
-    schedules = TABLED if launch.known.looked_up else ((2, 4), (2, 3))
+    schedules = NARROW if launch.known.held == 1 else TABLED if launch.known.looked_up else ((2, 4), (2, 3))
     resident = RESIDENT if unsplit(launch, pack) else RESIDENT[1:]
     how = (*schedules, ways, resident) if launch.decode else ((4, 8), (1, 2, 3, 4), ways, (0,))
     for block_m, block_n, warps, stages, loads, resident in product(SIDES, SIDES, *how):
