@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from online_softmax import online_softmax_trace
 from regions import attention
 from torch import Tensor
 
 from fusecomp.ir.reference import evaluate
-from fusecomp.ir.trace import online_softmax_trace
 
 Q = torch.tensor([1.0, 0.0])
 K = torch.tensor([[1.0, 0.0], [0.0, 1.0], [3.0, 1.0], [-1.0, 1.0]])
@@ -68,6 +68,7 @@ KERNEL = """
 import sys
 from pathlib import Path
 import torch
+from online_softmax import online_softmax_trace
 from regions import attention
 from test_worked_example import EXPECTED, K, Q, V
 from fusecomp.codegen.emit import emit

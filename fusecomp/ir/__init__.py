@@ -5,5 +5,4 @@
     region                        one attention
     reference, logsumexp, philox  its value, densely: what every kernel is held against
     ranges, data                  which keys a query tile reaches, by its bounds or by the mask's data
-    trace                         the online softmax of a small example, step by step
 """
