@@ -180,7 +180,7 @@ def backward_key(region: AttentionRegion, plan: BackwardPlan, learned: frozenset
     """A hash of what decides the kernels' text."""
     tiles = [(p.block_m, p.block_n, p.d_chunks, p.dv_chunks, p.warps, p.stages) for p in (plan.queries, plan.keys)]
     more: list[int | str] = [plan.queries.consumers, plan.once] if plan.queries.consumers else []
-    more += [plan.keys.visits] * (plan.keys.visits != "bounds") + [plan.fetched] * (plan.fetched > 1)
+    more += [plan.keys.visits] * (plan.keys.visits != "bounds") + [str(plan.bias)] * (plan.bias is not None)
     decided = (VERSION, "backward", region.key, tiles, sorted(learned), *more)
     return hashlib.sha256(repr(decided).encode()).hexdigest()[:16]
 

@@ -11,7 +11,9 @@ has a tile of its own in registers: they take sizes that are known to be good, m
     more, or float32   32 x 32,  4 warps        32 x 32,  4 warps      2 stages
     with dropout       at most x 64             at most 32 x 64, of 4 warps where 128 had 8
     bias or mask read  64 x 64,  8 warps        64 x 64,  8 warps      and so its own gradient
-    and D <= 64        64 x 64,  4 warps        64 x 64,  4 warps      3 stages; its own 8, if not fetched ahead
+    and D <= 128       128 x 64, 8 warps        64 x 64,  4 warps      3 stages, 2 of the second
+    and D <= 64        64 x 64,  4 warps        64 x 64,  4 warps      3 stages
+    its own gradient   as dK and dV, with 8 warps; fetched ahead 64 x 128 where D > 64, with 4 warps where not
 """
 
 from __future__ import annotations
@@ -51,15 +53,16 @@ class BackwardPlan:
     once: bool = False
     """Whether the programs of dK and dV add to dQ too, in any order, so that the scores are computed once. Portable
     ones do not: atomic adds take them longer than the scores again, but beside a bias (probes_h200.json)."""
-    fetched: int = 1
-    """Tiles of the kernel of a bias, which has those of `keys`, in shared memory at a time."""
+    bias: Tile | None = None
+    """Of the kernel of a bias that fetches ahead; None where it does not."""
 
     @property
     def pairs(self) -> TilePlan:
         """Of a tensor of every query and key: block_m queries and block_n keys a program."""
-        large = self.keys.block_m * self.keys.block_n >= 64 * 64
-        warps = 8 if large and self.fetched == 1 else self.keys.warps
-        return replace(self.keys, warps=warps, stages=self.fetched, visits="bounds")
+        m, n = self.keys.block_m, self.keys.block_n
+        t = self.bias or Tile(m, n, 8 if m * n >= 64 * 64 else self.keys.warps, 1)
+        tile = {"block_m": t.block_m, "block_n": t.block_n, "warps": t.warps, "stages": t.stages}
+        return replace(self.keys, visits="bounds", **tile)
 
 
 def backward_plan(
@@ -74,7 +77,7 @@ def backward_plan(
     else:
         made = {kernel: _fitting(region, kernel, t, on) for kernel, t in _known(region).items()}
     queries, keys = (_plan(region, t, kernel, name) for kernel, t in made.items())
-    return BackwardPlan(queries, keys, fetched=ahead(region, keys, on))
+    return BackwardPlan(queries, keys, bias=ahead(region, keys, on))
 
 
 def by_table(plan: BackwardPlan, region: AttentionRegion, learned: frozenset[str], visits: str) -> BackwardPlan:
@@ -83,7 +86,7 @@ def by_table(plan: BackwardPlan, region: AttentionRegion, learned: frozenset[str
     learns: its own gradient is of every pair."""
     if plan.keys.consumers or {x.tensor for x in data.reads(region)} & learned:
         return plan
-    return BackwardPlan(replace(plan.queries, visits=visits), replace(plan.keys, visits=visits))
+    return replace(plan, queries=replace(plan.queries, visits=visits), keys=replace(plan.keys, visits=visits))
 
 
 def predicted(region: AttentionRegion) -> bool:
@@ -120,9 +123,10 @@ def _known(region: AttentionRegion) -> dict[str, Tile]:
     else:
         queries, keys = Tile(64, 128, 4, 3), Tile(64, 128, 8, 3)
     if reads_pairs(region) and size <= 256 and known.width == 2:
-        rows = 64 if size <= 128 else 32
-        warps, ahead = (4, 3) if size <= 64 and not draws(region.weight) else (8, keys.stages)
-        queries = replace(queries, block_m=rows, block_n=64, warps=warps)
+        rows, few = (64 if size <= 128 else 32), size <= 128 and not draws(region.weight)
+        warps, ahead = (4, 3 if size <= 64 else 2) if few else (8, keys.stages)
+        if size <= 64 or not few:
+            queries = replace(queries, block_m=rows, block_n=64, warps=warps)
         keys = replace(keys, block_n=64, warps=warps, stages=ahead)
     if draws(region.weight):  # what a tile keeps takes registers
         queries = replace(queries, block_n=min(64, queries.block_n))
@@ -188,12 +192,17 @@ def pairs(e: Expr, region: AttentionRegion) -> bool:
     return isinstance(e, Load) and {region.q_idx.name, region.kv_idx.name} <= variables(e)
 
 
-def ahead(region: AttentionRegion, keys: TilePlan, device: Device) -> int:
-    """Tiles that the kernel of a bias fetches: two where it walks the requests or heads that share it, if they fit."""
+def ahead(region: AttentionRegion, keys: TilePlan, device: Device) -> Tile | None:
+    """The tile of the kernel of a bias, two of which it fetches where it walks what shares the bias; None where
+    it walks nothing, or two do not fit."""
     shared = [x for x in parts(region.score) if pairs(x, region) and not {v.name for v in region.batch} <= variables(x)]
     known = facts(region)
-    tile = known.width * (keys.block_m + keys.block_n) * (known.wide + known.wide_v)
-    return 2 if shared and 2 * tile <= device.smem_bytes else 1
+    wide = 64 < max(known.wide, known.wide_v) <= 128 and keys.warps == 4
+    for tile in [Tile(keys.block_m, 128, 8, 2)] * wide + [Tile(keys.block_m, keys.block_n, keys.warps, 2)]:
+        rows = tile.stages * known.width * (tile.block_m + tile.block_n) * (known.wide + known.wide_v)
+        if shared and rows <= device.smem_bytes:
+            return tile
+    return None
 
 
 def _fitting(region: AttentionRegion, kernel: str, t: Tile, device: Device) -> Tile:
