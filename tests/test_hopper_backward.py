@@ -27,7 +27,7 @@ from fusecomp.running import hopper
 
 QKV = frozenset({"q", "k", "v"})
 HAS = {
-    **{name: region for name, region in EXPRESSED.items() if not name.startswith(("bias", "large"))},
+    **{name: region for name, region in EXPRESSED.items() if not name.startswith(("bias", "boolean", "large"))},
     "keys that a window behind sees too": half(SCALED, apply("lt", age, Const(200)), apply("gt", age, Const(-77))),
     "soft cap in bfloat16": half(CAPPED, causal, d=128),
     "log-sum-exp": half(SCALED, causal, lse=True),
