@@ -21,7 +21,7 @@ from fusecomp.codegen.descriptors import BYTES
 from fusecomp.codegen.frame import Frame
 from fusecomp.codegen.interpreter import interpreting
 from fusecomp.codegen.source import KernelSource
-from fusecomp.codegen.table_ranges import WARPS
+from fusecomp.codegen.table_ranges import STEP, WARPS
 from fusecomp.errors import KernelError
 from fusecomp.planning.tile import TilePlan
 
@@ -30,7 +30,7 @@ POINTERS = {
     "float16": "*fp16", "bfloat16": "*bf16", "float32": "*fp32", "float64": "*fp64",
     "float8_e4m3fn": "*fp8e4nv", "float8_e5m2": "*fp8e5",
 }  # fmt: skip
-SCRATCH = {"counter": "int32", "tiles": "int32", "states": "int8"}
+SCRATCH = {"counter": "int32", "tiles": "int32", "ends": "int64", "states": "int8"}
 """What kernels hand each other; the rest of it is float32."""
 Arch = int | str
 
@@ -64,7 +64,7 @@ def cross_compile(source: KernelSource, arch: Arch, kernel: str = "attention") -
         function = getattr(_module(source, Path(folder)), kernel)
         plan = source.plan_of(kernel)
         signature, constants, attributes = _signature(source, plan, function.arg_names)
-        table = kernel in ("key_ranges", "query_ranges")
+        table = kernel.endswith(("_ranges", "_ends"))
         options = {"num_warps": WARPS if table else plan.warps, "num_stages": Frame(source.region, plan).stages}
         most = hopper.registers(plan)[0] if plan.consumers else plan.registers
         if most and not table and (kernel == "attention" or plan.consumers) and target.backend == "cuda":
@@ -113,7 +113,7 @@ def _signature(
     dtypes = {**SCRATCH, "out": region.out_dtype, **{o.name: o.dtype for o in region.operands}}
     known = {f"{o.name}_stride_{len(o.shape) - 1}": 1 for o in region.operands}
     known |= {f"out_stride_{region.out_order[-1]}": 1, "BLOCK_M": plan.block_m, "BLOCK_N": plan.block_n}
-    known |= {"TILES": 32, "WHOLE": 1}  # of a table of tiles, and of keys that end with one
+    known |= {"TILES": 32, "STEP": min(STEP, plan.block_m, plan.block_n), "WHOLE": 1}  # of tables, of keys that end
     types: dict[str, str] = {}
     for p in params:  # a gradient is like what it is the gradient of
         pointer = POINTERS[dtypes.get(p.removesuffix("_ptr").removeprefix("grad_"), "float32")]

@@ -118,7 +118,7 @@ RESERVED = frozenset({
     "other", "next_tile", "outers", "section", "turns",
     "own", "near", "far", "each", "some", "every", "begin", "end", "length", "run", "longest", "unlike", "before",
     "key_ranges", "query_ranges", "last", "count", "whole", "together", "in_runs", "run_first", "run_last",
-    "first_seen", "last_seen", "number", "at", "pair", "cut", "beside",
+    "visited", "number", "at", "pair", "beside", "ends", "step", "key_ends", "query_ends",
     "k_tiles", "seen", "full", "four", "random", "keeps", "kept_tile",
 }) | hopper.NAMES  # fmt: skip
 """What the skeletons call their own variables."""

@@ -26,7 +26,9 @@ from fusecomp.codegen.printer import triton_dtype
 from fusecomp.codegen.skeletons import fill
 from fusecomp.codegen.source import names_read, tidy
 from fusecomp.codegen.tile import indented
-from fusecomp.ir.algebra import depends_on_score
+from fusecomp.ir.algebra import apply, depends_on_score
+from fusecomp.ir.poly import poly
+from fusecomp.ir.ranges import reach
 from fusecomp.ir.region import AttentionRegion, extent
 from fusecomp.planning.backward import BackwardPlan
 from fusecomp.planning.tile import TilePlan
@@ -40,6 +42,10 @@ WALKED = {64: (128, 128, 2), 128: (64, 64, 2)}
 each tensor shared memory holds. Longer ones take more registers than there are."""
 BENT = {**WALKED, 64: (64, 128, 2)}
 """The same where the derivative of S varies, which takes registers too."""
+SHORT = {64: (64, 64, 2), 128: (64, 64, 2)}
+"""The same where rows of tiles are short: their ends are cut more closely."""
+FEW = 512
+"""Keys of a window that are."""
 ONCE = {64: 3, 128: 2}
 """Head size -> how many groups multiply where a tile of keys, which walks 64 queries at a time, adds to their dQ."""
 NAMES = frozenset({
@@ -69,12 +75,20 @@ def expresses(region: AttentionRegion, learned: Set[str]) -> bool:
 
 def specialised(region: AttentionRegion, plan: TilePlan, deterministic: bool = True) -> BackwardPlan:
     """These kernels' tiles, whose cost nothing predicts yet; `plan` is that of the forward kernel for Hopper."""
-    queries, keys, stages = (BENT if bent(region, plan) else WALKED)[extent(region.dv)]
+    walked = SHORT if plan.visits != "bounds" or windowed(region) else BENT if bent(region, plan) else WALKED
+    queries, keys, stages = walked[extent(region.dv)]
     if not deterministic:
         plan = replace(plan, block_m=64, block_n=STAY, stages=stages, consumers=ONCE[extent(region.dv)], resident=1)
         return BackwardPlan(plan, plan, once=True)
     plan = replace(plan, stages=stages, consumers=2, resident=1)
     return BackwardPlan(replace(plan, block_m=STAY, block_n=keys), replace(plan, block_m=queries, block_n=STAY))
+
+
+def windowed(region: AttentionRegion) -> bool:
+    """Whether each query sees no more than `FEW` keys."""
+    found = reach(region.keep, region.q_idx.name, region.kv_idx.name)
+    widths = (poly(apply("sub", above.edge, below.edge)) for above in found.upper for below in found.lower)
+    return any(set(w) <= {()} and w.get((), 0) <= FEW for w in widths)
 
 
 def bent(region: AttentionRegion, plan: TilePlan) -> bool:
