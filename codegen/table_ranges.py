@@ -179,7 +179,8 @@ def _judged(frame: TableFrame, side: Side, names: dict[Load, str]) -> tuple[str,
     symbols: dict[Expr, Pair] = {x: _ends(side, x, name) for x, name in names.items()}
     symbols |= {side.own: (place := _symbol("place"), place), side.other: (_symbol("near"), _symbol("far"))}
     known: dict[Expr, Pair] = {v: (v, v) for v in side.region.batch}
-    text = {e: _placed(side, of, e.tensor) for of, pair in symbols.items() for e in pair if isinstance(e, Load)}
+    found = [(e, of) for of, pair in symbols.items() for e in pair if isinstance(e, Load)]
+    text: dict[Expr, str] = {e: _placed(side, of, e.tensor) for e, of in found}
     terms = reduce(lambda a, b: apply("and", a, b), data.seen(side.region))
     some, every = truth(terms, {**symbols, **known}.get)
     return (f"({triton_text(some, frame.names.having(text))})", f"({triton_text(every, frame.names.having(text))})")

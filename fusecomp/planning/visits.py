@@ -1,11 +1,11 @@
 """Whether the tiles of keys that are visited come from a table of the mask's data, or from the bounds of its terms.
 
-    table_s = launches + bytes of the masks / HBM_RATE
+    table_s = two launches + bytes of the masks / HBM_RATE
     taken where  table_s <= SHARE * seconds
 
-    "ranges"   a range of each tile of queries, in one launch (codegen/table_ranges.py): where the masks are known of
-               queries and of keys apart, which holes are seldom in
-    "table"    a list of tiles, in two (codegen/table.py)
+    "ranges"   a range of each tile of queries (codegen/table_ranges.py): where the masks are known of queries and of
+               keys apart, which holes are seldom in
+    "table"    a list of tiles (codegen/table.py)
 
 `seconds` is the attention's predicted time, every key visited: what data hides is not known before the run. A mask that
 hides nothing costs its table for nothing, at most SHARE of the time; one that is causal gives half of the time back,
@@ -42,8 +42,7 @@ def visits(region: AttentionRegion, sizes: Mapping[str, int], device: Device, se
     if not data.unknown(region):
         return "bounds"
     kind = "ranges" if data.apart(region) and filled(region, sizes) >= FILLED else "table"
-    launches = 1 if kind == "ranges" else 2
-    return kind if table_seconds(region, sizes, device, launches) <= SHARE * seconds else "bounds"
+    return kind if table_seconds(region, sizes, device) <= SHARE * seconds else "bounds"
 
 
 def shown(region: AttentionRegion, visits: str) -> float:
@@ -57,7 +56,7 @@ def gradients_visit(seconds: float) -> bool:
     return SHARE * 2 * seconds >= 4 * HOST_LAUNCH
 
 
-def table_seconds(region: AttentionRegion, sizes: Mapping[str, int], device: Device, launches: int) -> float:
+def table_seconds(region: AttentionRegion, sizes: Mapping[str, int], device: Device) -> float:
     """The time in which a table is made."""
     read = sum(elements(x, sizes) * WIDTH.get(x.dtype, 1) for x in data.reads(region))
-    return launches * device.launch + read / device.hbm_rate
+    return 2 * device.launch + read / device.hbm_rate
