@@ -21,7 +21,7 @@ from fusecomp.codegen.descriptors import BYTES
 from fusecomp.codegen.frame import Frame
 from fusecomp.codegen.interpreter import interpreting
 from fusecomp.codegen.source import KernelSource
-from fusecomp.codegen.table_ranges import STEP, WARPS
+from fusecomp.codegen.table_ranges import WARPS
 from fusecomp.errors import KernelError
 from fusecomp.planning.tile import TilePlan
 
@@ -113,7 +113,7 @@ def _signature(
     dtypes = {**SCRATCH, "out": region.out_dtype, **{o.name: o.dtype for o in region.operands}}
     known = {f"{o.name}_stride_{len(o.shape) - 1}": 1 for o in region.operands}
     known |= {f"out_stride_{region.out_order[-1]}": 1, "BLOCK_M": plan.block_m, "BLOCK_N": plan.block_n}
-    known |= {"TILES": 32, "STEP": min(STEP, plan.block_m, plan.block_n), "WHOLE": 1}  # of tables, of keys that end
+    known |= {"TILES": 32, "WHOLE": 1}  # of a table of tiles, and of keys that end with one
     types: dict[str, str] = {}
     for p in params:  # a gradient is like what it is the gradient of
         pointer = POINTERS[dtypes.get(p.removesuffix("_ptr").removeprefix("grad_"), "float32")]

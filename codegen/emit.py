@@ -118,7 +118,8 @@ RESERVED = frozenset({
     "other", "next_tile", "outers", "section", "turns",
     "own", "near", "far", "each", "some", "every", "begin", "end", "length", "run", "longest", "unlike", "before",
     "key_ranges", "query_ranges", "last", "count", "whole", "together", "in_runs", "run_first", "run_last",
-    "visited", "number", "at", "pair", "beside", "ends", "step", "key_ends", "query_ends",
+    "visited", "first_seen", "last_seen", "last_end", "first_begin", "number", "at", "pair", "beside", "ends", "step",
+    "key_ends", "query_ends", "group_first", "group_last",
     "k_tiles", "seen", "full", "four", "random", "keeps", "kept_tile",
 }) | hopper.NAMES  # fmt: skip
 """What the skeletons call their own variables."""

@@ -89,9 +89,10 @@ def specialised(region: AttentionRegion, plan: TilePlan) -> TilePlan:
     size, n = extent(region.dv), 2 if plan.visits != "bounds" else groups(region)
     tile = replace(plan, block_m=n * GROUP_ROWS, block_n=KEYS[size], warps=4, stages=STAGES[size], pack=1)
     tile = replace(tile, loads="descriptor", consumers=n, resident=1, registers=0, cost=None, rejected=())
-    if plan.visits == "ranges" and size == NARROW:
-        return replace(tile, block_n=NARROW, resident=2)
-    if not copied(region) or plan.visits == "ranges":
+    if plan.visits == "ranges":  # what data hides is left out more closely
+        stages = 3 if size <= COLUMNS else 2
+        return replace(tile, block_n=NARROW, stages=stages, resident=2 if size == NARROW else 1)
+    if not copied(region):
         return tile
     made = [replace(tile, block_n=keys, stages=stages) for keys in (KEYS[size], NARROW) for stages in (3, 2)]
     return next((t for t in made if fits(region, t)), made[-1])

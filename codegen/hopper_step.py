@@ -6,11 +6,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from fusecomp.codegen import hopper_pairs as pairs
-from fusecomp.codegen import hopper_sharing_skeletons as alone
 from fusecomp.codegen.base2 import Exponent
 from fusecomp.codegen.frame import Frame
 from fusecomp.codegen.hopper import at_once, holds_q, in_words
 from fusecomp.codegen.hopper_keys import walk
+from fusecomp.codegen.hopper_sharing_skeletons import CUT_STEP, FULL_STEP, PRODUCTS, WALK
 from fusecomp.codegen.hopper_skeletons import AT_ONCE, IN_TURNS, LATER, ONE_BY_ONE, STEP
 from fusecomp.codegen.memory import element_loads
 from fusecomp.codegen.printer import triton_dtype, triton_text
@@ -93,30 +93,33 @@ def _shift(frame: Frame, slope: Slope | None) -> Lines:
 
 def in_turns(frame: Frame, shared: Holes, edge: Holes, inside: Holes, full: Holes, least: str) -> Lines:
     """Groups take turns at the tensor cores; S of a tile and P V of the one before are under way together."""
-    size, keys = extent(frame.region.dv), walk(frame)
+    size, begin = extent(frame.region.dv), walk(frame).begin
     query_read = [] if holds_q(frame.plan, size) else ['barrier("arrive", Q_FREE + group, 160)']
+    masked, whole = (fill(STEP, {**shared, **x, "k_start": begin("block")}) for x in (inside, full))
     return fill(IN_TURNS, {
         **{name: shared[name] for name in ("weights", "rounded", "whole")},
         **{name: edge[name] for name in ("pairs", "product", "freed")},
-        **_loops(frame, STEP, shared, inside, full, "1"), "first_start": keys.begin("0"), "ahead": edge["ahead"],
+        **_loops(frame, masked, whole, "1"), "first_start": begin("0"), "ahead": edge["ahead"],
         "edge_score": edge["score"], "first_max": f"gl.maximum(gl.max(score, axis=1){shared['to_max']}, {least})",
         "query_read": query_read, "size": str(size),
     }).splitlines()  # fmt: skip
 
 
 def sharing(frame: Frame, shared: Holes, edge: Holes, _: Holes, full: Holes, least: str) -> Lines:
-    """A program that shares its multiprocessor does one thing after another."""
-    shared = {name: shared[name] for name in ("to_max", "rescale", "weights", "rounded")}
-    edge, full = ({name: step[name] for name in ("ahead", "product", "score")} for step in (edge, full))
-    loops = _loops(frame, alone.STEP, shared, edge, full, "0")
-    return fill(alone.WALK, {**loops, "least": least, "size": str(extent(frame.region.dv))}).splitlines()
+    """A program that shares its multiprocessor does one thing after another, and its groups what their rows see."""
+    same, begin = {name: shared[name] for name in ("to_max", "rescale", "weights", "rounded")}, walk(frame).begin
+
+    def step(skeleton: str, own: Holes) -> str:
+        products = fill(PRODUCTS, {**same, **{name: own[name] for name in ("ahead", "product", "score")}})
+        return fill(skeleton, {"products": products.splitlines(), "k_start": begin("block")})
+
+    loops = _loops(frame, step(CUT_STEP, edge), step(FULL_STEP, full), "0")
+    return fill(WALK, {**loops, "least": least, "size": str(extent(frame.region.dv))}).splitlines()
 
 
-def _loops(frame: Frame, step: str, shared: Holes, edge: Holes, full: Holes, first: str) -> Holes:
+def _loops(frame: Frame, masked: str, whole: str, first: str) -> Holes:
     """Over the tiles at the end that need their mask, from `first` on; those that do not; those at the beginning."""
-    keys = walk(frame)
-    above, below = keys.full
-    masked, whole = (fill(step, {**shared, **x, "k_start": keys.begin("block")}) for x in (edge, full))
+    above, below = walk(frame).full
     return {
         "above_loop": _loop(f"for block in range({first}, above):", masked) if above == "above" else [],
         "below_loop": _loop("for block in range(below, blocks):", masked) if below == "below" else [],

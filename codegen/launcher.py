@@ -17,7 +17,7 @@ SCHEDULED = ("requests", "units", "programs")
 """What the host counts for `schedule`."""
 SHARED = ("splits",)
 """What it counts for the sum of a gradient whose programs are many."""
-CONSTANTS = ("BLOCK_M", "BLOCK_N", "WHOLE", "TILES", "STEP")
+CONSTANTS = ("BLOCK_M", "BLOCK_N", "WHOLE", "TILES")
 """What is known when a kernel is compiled, of a file whose kernels differ in it."""
 
 

@@ -20,7 +20,7 @@ from fusecomp.ir.expr import Load, Var, dtype_kind, variables
 from fusecomp.ir.region import AttentionRegion
 
 Lines = list[str]
-CONSTANTS = ("BLOCK_M", "BLOCK_N", "TILES", "STEP")
+CONSTANTS = ("BLOCK_M", "BLOCK_N", "TILES")
 ENDS = '''\
 @triton.jit(do_not_specialize=«sizes»)
 def «name»(

@@ -40,9 +40,9 @@ from fusecomp.ir.region import AttentionRegion
 from fusecomp.planning.tile import TilePlan
 
 Lines = list[str]
-WARPS, JUDGED, STEP = 8, 4096, 32
-"""Of a program; how many tiles it judges together, one for each of its own; and how many of a tile that is cut it tests
-together with all of them."""
+WARPS, TILES = 8, 32
+"""Of a program; how many tiles it judges together, and how many of a tile that is cut it tests together: what each of
+its own sees is kept of both in one place."""
 KERNEL = '''\
 @triton.jit(do_not_specialize=«sizes»)
 def «name»(
@@ -59,10 +59,12 @@ def «name»(
     «own»
 
     count = tl.cdiv(«size», «block»)
-    begin, end, length, full_end, unlike = count, 0, 0, 0, -1  # in tiles; the last that is not full
-    run_first = tl.full([«own_block»], «size», tl.int32)
-    run_last = tl.full([«own_block»], -1, tl.int32)
-    number = tl.full([«own_block»], 0, tl.int32)
+    length, full_end, unlike = 0, 0, -1  # in tiles; the last that is not full
+    begin = tl.full([TILES], «size», tl.int32)
+    end = tl.full([TILES], 0, tl.int32)
+    first_seen = tl.full([«own_block», TILES], «size», tl.int32)
+    last_seen = tl.full([«own_block», TILES], -1, tl.int32)
+    number = tl.full([«own_block», TILES], 0, tl.int32)
     for start in range(0, count, TILES):
         tile = start + tl.arange(0, TILES)
         near = tile * «block»
@@ -71,10 +73,10 @@ def «name»(
         some = (place >= 0) & (tile < count)[None, :] & «some»
         every = (place >= 0) & (near + «block» <= «size»)[None, :] & «every»
 
-        # Of all together
+        # Of all together: the tiles that one of them visits, and the longest run of those that all see whole
         visited = tl.max(some.to(tl.int32), axis=0) > 0
-        begin = tl.minimum(begin, tl.min(tl.where(visited, tile, count), axis=0))
-        end = tl.maximum(end, tl.max(tl.where(visited, tile + 1, 0), axis=0))
+        begin = tl.where(visited, tl.minimum(begin, near), begin)
+        end = tl.where(visited, far + 1, end)
         before = tl.where(tl.min(every.to(tl.int32), axis=0) > 0, unlike, tile)
         run = tile - tl.associative_scan(before, 0, larger)
         longest = tl.max(run, axis=0)
@@ -85,30 +87,32 @@ def «name»(
         # Of each: the tiles that all see or do not, and pair by pair those of which one sees a part
         part = tl.max((some & ~every).to(tl.int32), axis=0) > 0
         whole = every & ~part[None, :]
-        run_first = tl.minimum(run_first, tl.min(tl.where(whole, near[None, :], «size»), axis=1))
-        run_last = tl.maximum(run_last, tl.max(tl.where(whole, far[None, :], -1), axis=1))
-        number += tl.sum(whole.to(tl.int32), axis=1) * «block»
+        first_seen = tl.where(whole, tl.minimum(first_seen, near[None, :]), first_seen)
+        last_seen = tl.where(whole, far[None, :], last_seen)
+        number += tl.where(whole, «block», 0)
         next_tile = start - 1
         for _ in range(tl.sum(part.to(tl.int32), axis=0)):
             next_tile = tl.min(tl.where(part & (tile > next_tile), tile, count), axis=0)
-            for step in tl.static_range(«block» // STEP):
-                at = next_tile * «block» + step * STEP + tl.arange(0, STEP)
+            for step in tl.static_range(«block» // TILES):
+                at = next_tile * «block» + step * TILES + tl.arange(0, TILES)
                 pair = tl.cast(tl.minimum(at, «size» - 1), tl.int64)
                 «pairs»
                 seen = (place >= 0) & (at < «size»)[None, :] & «keep»
-                run_first = tl.minimum(run_first, tl.min(tl.where(seen, at[None, :], «size»), axis=1))
-                run_last = tl.maximum(run_last, tl.max(tl.where(seen, at[None, :], -1), axis=1))
-                number += tl.sum(seen.to(tl.int32), axis=1)
-    begin = tl.minimum(begin, end)
-    full_end = tl.where(length > 0, full_end, begin)  # an empty run at the beginning where there is none
+                first_seen = tl.where(seen, tl.minimum(first_seen, at[None, :]), first_seen)
+                last_seen = tl.where(seen, tl.maximum(last_seen, at[None, :]), last_seen)
+                number += seen.to(tl.int32)
+    last_end = tl.max(end, axis=0)
+    first_begin = tl.minimum(tl.min(begin, axis=0), last_end)
+    run_first, run_last = tl.min(first_seen, axis=1), tl.max(last_seen, axis=1)
+    in_runs = tl.sum(number, axis=1) == tl.maximum(run_last + 1 - run_first, 0)
+    full_end = tl.where(length > 0, full_end * «block», first_begin)  # an empty run at the beginning: there is none
     tiles = tiles_ptr + row * («pitch»)
-    tl.store(tiles, begin * «block»)
-    tl.store(tiles + 1, (full_end - length) * «block»)
-    tl.store(tiles + 2, full_end * «block»)
-    tl.store(tiles + 3, tl.minimum(end * «block», «size»))
-    in_runs = number == tl.maximum(run_last + 1 - run_first, 0)
-    beside = tl.arange(0, «own_block»)
+    tl.store(tiles, first_begin)
+    tl.store(tiles + 1, full_end - length * «block»)
+    tl.store(tiles + 2, full_end)
+    tl.store(tiles + 3, last_end)
     tl.store(tiles + 4, tl.min(in_runs.to(tl.int32), axis=0))
+    beside = tl.arange(0, «own_block»)
     tl.store(tiles + «head» + beside, run_first)
     tl.store(tiles + «head» + «own_block» + beside, run_last)
 '''
@@ -226,7 +230,7 @@ def _host(frame: TableFrame, side: Side, of_ends: list[str], params: list[str], 
         " * ".join([*batches, rounded_up(triton_text(v.size, frame.names), str(n))])
         for v, n in ((side.own, own), (side.other, other))
     )
-    tile = {**blocks, "TILES": JUDGED // own, "STEP": min(STEP, other)}
+    tile = {**blocks, "TILES": min(TILES, other)}
     given = [f"{p}={tile[p]}" if p in CONSTANTS else p for p in arguments(params, ranks_of(frame))]
     keys, kernel = side.visited == "key", f"{side.visited}_ranges"
     return fill(HOST, {

@@ -17,10 +17,18 @@ OWN = {"tanh": (0, 1)}
 """What the device has an instruction for: (FMA slots, special-function slots), whatever a primitive's row says."""
 
 
+RUN_PAIR = 2.0
+"""Slots a pair of a tile that a range of keys cuts: two places are compared. Packed documents are so predicted within
+15 % (B 4, H 16, N 4096 and B 1, H 16, N 16384, D 64; probes_h200.json); programs that share a multiprocessor begin and
+end beside each other."""
+
+
 def hopper_cost(region: AttentionRegion, sizes: Mapping[str, int], device: Device, plan: TilePlan) -> Cost:
     """Of one launch of `plan`, a plan with `consumers` (codegen/hopper.py)."""
-    part = shown(region, plan.visits)
-    return cost_of(HOPPER.evaluate(hopper_inputs(region, sizes, device, hopper_tile(plan), part)))
+    given = hopper_inputs(region, sizes, device, hopper_tile(plan), shown(region, plan.visits))
+    if plan.visits == "ranges":
+        given = {**given, "TEST_PAIR": RUN_PAIR, "NEXT": given["NEXT"] / plan.resident}
+    return cost_of(HOPPER.evaluate(given))
 
 
 def hopper_tile(plan: TilePlan) -> Tile:
