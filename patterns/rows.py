@@ -14,7 +14,7 @@ from fusecomp.ir.algebra import apply
 from fusecomp.ir.expr import Const, Expr, Load, Var, parts
 from fusecomp.ir.poly import is_natural
 from fusecomp.ir.ranges import reach as reached
-from fusecomp.patterns.lift import Decline, Index, Lift, argument, axis
+from fusecomp.patterns.lift import Decline, Lift, argument, axis
 from fusecomp.patterns.masks import Masked, sees_a_key, split
 from fusecomp.patterns.normalisers import LEAST
 
@@ -106,25 +106,24 @@ def maxima(node: Node) -> list[Node]:
     return node.all_input_nodes if op_name(node) in along or (op_name(node) == "max" and plain(node)) else []
 
 
-def masked(lift: Lift, scores: Node) -> tuple[Masked, Index] | None:
-    """Scores as they are seen by their last two axes, where all that they read are products."""
-    lengths = shape(scores)
-    index = tuple(Var(f"i{n}", size) for n, size in enumerate(lengths))
-    index = (*index[:-2], Var("q_idx", lengths[-2]), Var("kv_idx", lengths[-1]))
+def masked(lift: Lift, scores: Node) -> tuple[Masked, Var, Var] | None:
+    """Scores by their last two axes, queries and keys, where all that they read are products."""
+    *before, m, n = shape(scores)
+    q_idx, kv_idx = Var("q_idx", m), Var("kv_idx", n)
     try:
-        found = split(lift.lift(scores, index))
+        found = split(lift.lift(scores, (*(Var(f"i{i}", size) for i, size in enumerate(before)), q_idx, kv_idx)))
     except Decline:
         return None
     read = {x.tensor for x in parts(found.score) if isinstance(x, Load)}
-    return (found, index) if read <= set(lift.products) else None
+    return (found, q_idx, kv_idx) if read <= set(lift.products) else None
 
 
 def sees_keys(lift: Lift, scores: Node) -> bool:
     """Whether every query provably sees a key of these scores."""
     if (found := masked(lift, scores)) is None:
         return False
-    here, index = found
-    return here.fill != -INF or sees_a_key(here.keep, index[-2], index[-1])
+    here, q_idx, kv_idx = found
+    return here.fill != -INF or sees_a_key(here.keep, q_idx, kv_idx)
 
 
 def leads(lift: Lift, scores: Node, all_of_them: Sequence[Node]) -> bool:
