@@ -1,9 +1,10 @@
-"""A product of exponentials with values that have a column of ones, taken apart:
+"""Columns of values: more of them than V has, and one that is written without its axis.
 
     (E [V, 1])[.., :D] = E V        (E [V, 1])[.., D] = E 1 = sum E
+    sum_j p_j x_j = (p [x])[.., 0]
 
-The sum of a softmax comes out of one product with its numerator so. Only where every reader takes V's columns, or those
-of the ones.
+The sum of a softmax comes out of one product with its numerator so: only where every reader takes V's columns, or those
+of the ones. A number of each key, weighted by a softmax, is a value of one column.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from fusecomp.ir.expr import Const, Expr
 from fusecomp.patterns.contraction import Contraction, contraction, without_ones
 from fusecomp.patterns.folding import ones, unwritten, whole
 from fusecomp.patterns.lift import argument, axis
+from fusecomp.patterns.sums import between, leads_to_softmax
 
 EXPONENTIALS = ("exp", "exp2", "exp_", "exp2_", "pow")
 Columns = tuple[Expr, Expr]
@@ -51,6 +53,30 @@ def take_apart(module: GraphModule) -> Iterator[Written]:
             if len(own) == 1 and own[0] in side.right_axes and side.left in weights and "." not in side.left_axes:
                 yield from apart(module, node, side, own[0])
                 break
+
+
+def widen(module: GraphModule) -> Iterator[Written]:
+    """Write out every product of a softmax with one number for each key."""
+    for node in list(module.graph.nodes):
+        spec = contraction(node) if op_name(node) != "sum" else None
+        for side in (spec, spec.swapped()) if spec is not None and whole(spec) else ():
+            free = not {".", "z"} & set(side.left_axes)
+            kept = free and set(side.out_axes) == set(side.left_axes) - set(side.contracted)
+            if kept and set(side.right_axes) - {"."} <= set(side.left_axes) and leads_to_softmax(side.left):
+                before = node.prev
+                output = inline(node, one_column(side), [side.left, side.right])
+                yield write(node, output, [n for n in between(before, node) if contraction(n)])
+                break
+
+
+def one_column(spec: Contraction) -> Callable[[Tensor, Tensor], Tensor]:
+    """left, a number for each key -> their product"""
+    equation = f"{spec.left_axes},{spec.right_axes.replace('.', '')}z->{spec.out_axes}z"
+
+    def product(left: Tensor, values: Tensor) -> Tensor:
+        return torch.einsum(equation, left, without_ones(values, spec.right_axes).unsqueeze(-1)).squeeze(-1)
+
+    return product
 
 
 def apart(module: GraphModule, node: Node, spec: Contraction, column: str) -> Iterator[Written]:

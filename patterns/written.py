@@ -5,6 +5,7 @@
     cosine_similarity(Q, K), cdist(Q, K)^2   a product of Q and K, and what each adds    patterns/distances.py
     einsum(P, V, W), P V + C in one call     (P V) W; P V, and C added                   patterns/chains.py
     (exp(S) [V, 1])[.., :D]                  exp(S) V                                    patterns/columns.py
+    sum_j p_j x_j,  p a softmax              (p [x])[.., 0]                              patterns/columns.py
     exp(S) 1                                 sum exp(S)                                  patterns/folding.py
     N / D,  both summed chunk by chunk       softmax([s_1, .., s_n]) [V_1; ..; V_n]      patterns/online.py
     [Q K_1^T, .., Q K_n^T]                   Q [K_1; ..; K_n]^T                          patterns/together.py
@@ -26,7 +27,7 @@ from torch.fx import GraphModule
 from fusecomp.graph.program import keep
 from fusecomp.graph.rewriting import Written, attempt
 from fusecomp.patterns.chains import unchain
-from fusecomp.patterns.columns import take_apart
+from fusecomp.patterns.columns import take_apart, widen
 from fusecomp.patterns.distances import measure
 from fusecomp.patterns.dropout import seed_dropouts
 from fusecomp.patterns.folding import count, fold
@@ -39,7 +40,7 @@ from fusecomp.patterns.sums import distribute
 from fusecomp.patterns.together import bring_together
 
 MEANINGS = (
-    choose, define, measure, unchain, take_apart, count, at_once, bring_together, join, renormalise, distribute,
+    choose, define, measure, unchain, widen, take_apart, count, at_once, bring_together, join, renormalise, distribute,
     fold, seed_dropouts,
 )  # fmt: skip
 

@@ -54,6 +54,22 @@ def pages(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return torch.einsum("bhmps,bhpsd->bhmd", torch.softmax(scores.flatten(-2), -1).unflatten(-1, (3, 4)), v)
 
 
+def expected(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return torch.einsum("bhij,bhj->bhi", weights(q, k), v[..., 0])
+
+
+def with_ones(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    both = (q @ k.transpose(-1, -2)).exp() @ torch.cat([v, torch.ones_like(v[..., :1])], -1)
+    return both[..., :-1] / both[..., -1:]
+
+
+def partly_written(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    s = q @ k.transpose(-1, -2)
+    s[0, :, 2:, -3:] = 0.5
+    s[..., :2].masked_fill_(v[..., 0][:, :, None, :2] > 0, -1.0)
+    return s.softmax(-1) @ v
+
+
 def compiled(fn: Callable[..., Any], args: list[Tensor], look: Callable[[GraphModule], GraphModule]) -> Any:
     """The results of `fn` by the graphs that `look` makes of Dynamo's."""
     torch._dynamo.reset()
@@ -67,7 +83,7 @@ def called(gm: GraphModule) -> Counter[str]:
     return Counter(op_name(n) for n in gm.graph.nodes if n.op == "call_function")
 
 
-@pytest.mark.parametrize("fn", [difference, masked, dropped, pages])
+@pytest.mark.parametrize("fn", [difference, masked, dropped, pages, expected, with_ones, partly_written])
 def test_what_nothing_comes_of_is_put_back(fn: Callable[..., Tensor]) -> None:
     def look(gm: GraphModule) -> GraphModule:
         captured = capture(gm, placeholder_values(gm))
