@@ -85,12 +85,21 @@ def apart(module: GraphModule, node: Node, spec: Contraction, column: str) -> It
     found = readers(node, spec.out_axes.index(column)) if parts else []
     if not found or any(r.columns not in parts for r in found):
         return
-    for r in found:
-        source = parts[r.columns] or spec.right.args[0]
-        inputs = [spec.left, source]
-        if movable(module, [node], [*inputs, spec.right], r.node):  # type: ignore[list-item]
-            taken = product(spec, column, r.gone, filled=parts[r.columns] is None)
-            yield write(r.node, inline(r.node, taken, inputs))  # type: ignore[arg-type]
+    sources = [parts[r.columns] or spec.right.args[0] for r in found]
+    if not all(
+        movable(module, [node], [spec.left, spec.right, x], r.node) for r, x in zip(found, sources, strict=True)
+    ):  # type: ignore[list-item]
+        return
+    outputs, first = list[Node](), node
+    for r, x in zip(
+        found, sources, strict=True
+    ):  # the product is put back with the last, which stands before the others
+        before = first.prev
+        taken = product(spec, column, r.gone, filled=parts[r.columns] is None)
+        outputs.append(inline(first, taken, [spec.left, x]))  # type: ignore[list-item]
+        first = before.next
+    for r, output in zip(found, outputs, strict=True):
+        yield write(r.node, output, outputs)
 
 
 def columns(module: GraphModule, values: Node, at: int) -> Iterator[tuple[Columns, Node | None]]:

@@ -45,6 +45,7 @@ from corpus import (
     papers,
     papers_more,
     pieces,
+    rarely_said,
     score,
     similar,
     spelled,
@@ -64,6 +65,7 @@ LONG = (
     dense, paged, paged_fetched, paged_masked, paged_more, paged_written, paged_served, paged_latent, paged_near,
     paged_near_writes, paged_near_served, paged_shared, families, families_more, by_hand, looped, masks_made, papers,
     papers_more, paged_pools, paged_requests, paged_parts, paged_kept, spoken, variants_more,
+    rarely_said,
 )  # fmt: skip
 TABLES = (*LONG, spelled, masked, packed, written, twins, idioms, logsums, extended, functions,
           normalised, calls, pieces, online, assigned, totals, similar)  # fmt: skip
@@ -87,6 +89,7 @@ QUICK = {
     "ones_column", "ones_column_near", "keys_assigned_for_each_request", "sigmoid_normalised",
     "sigmoid_normalised_near", "softplus_masked_by_choice", "relu_over_its_sum", "sigmoid_masked_and_deferred",
     "safe_softmax_by_where", "rows_without_keys_filled", "rows_without_keys_filled_near", "rows_without_keys_counted",
+    "one_number_as_a_value", "one_number_as_a_value_near", "chunks_look_back", "documents_by_search",
     "one_more_than_the_square_near",
     "gathered_by_einsum_of_three", "mapped_over_queries", "blocks_by_kron", "longformer", "triangle_attention",
     "rotary_by_complex_numbers", "multi_head_latent", "heads_mixed_behind_near", "music_transformer_skew",
