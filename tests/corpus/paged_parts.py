@@ -69,7 +69,7 @@ def v2_partitions_normalised(q: Tensor, kp: Tensor, vp: Tensor, table: Tensor, l
     return (o * w[..., None]).sum(-2).permute(0, 3, 1, 2, 4).flatten(2, 3)
 
 
-@CASES.fuse(paged)
+@CASES.fuse(paged, note="trained, it is left to eager")
 def v2_partitions_lse_shift(q: Tensor, kp: Tensor, vp: Tensor, table: Tensor, lengths: Tensor) -> Tensor:
     parts = 3
     k, v = fetch(table, kp, vp)
@@ -94,7 +94,7 @@ def v2_partitions_unweighed(q: Tensor, kp: Tensor, vp: Tensor, table: Tensor, le
     return o.mean(-2).permute(0, 3, 1, 2, 4).flatten(2, 3)
 
 
-@CASES.fuse(paged, note="a loop over partitions; lists stacked")
+@CASES.fuse(paged, note="a loop over partitions; lists stacked; trained, it is left to eager")
 def v2_loop_stacked(q: Tensor, kp: Tensor, vp: Tensor, table: Tensor, lengths: Tensor) -> Tensor:
     outs, lses = [], []
     for c in range(0, table.shape[1], 2):
