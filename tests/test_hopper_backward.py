@@ -12,17 +12,19 @@ from types import SimpleNamespace
 
 import pytest
 from kernels import tiles
-from regions import age, apply, causal, grouped
-from test_hopper import CAPPED, EXPRESSED, SCALED, half, written_in
+from regions import N, age, apply, causal, grouped
+from test_hopper import CAPPED, DOCUMENTS, EXPRESSED, LONG, SCALED, WINDOW, half, written_in
+from test_hopper import planned as at_length
 
 from fusecomp.codegen.backward import BackwardSource, emit_backward
 from fusecomp.codegen.compiled import cross_compile
 from fusecomp.codegen.hopper import specialised as forward
 from fusecomp.codegen.hopper_backward import expresses, specialised
 from fusecomp.errors import KernelError
-from fusecomp.ir.expr import Const
+from fusecomp.ir.expr import Const, Size
 from fusecomp.ir.region import AttentionRegion
 from fusecomp.planning.backward import BackwardPlan, backward_plan
+from fusecomp.planning.device import find
 from fusecomp.running import hopper
 
 QKV = frozenset({"q", "k", "v"})
@@ -62,6 +64,24 @@ def test_what_they_do_not(region: AttentionRegion, learned: frozenset[str]) -> N
     plan = replace(plan, queries=replace(plan.queries, consumers=2), keys=replace(plan.keys, consumers=2))
     with pytest.raises(KernelError, match="plan portable ones"):
         emit_backward(region, plan, learned - QKV)
+
+
+def test_short_rows_are_walked_in_shorter_tiles() -> None:
+    """Documents, and windows of a known width; not what is seen from some distance on."""
+    wide, far = apply("lt", age, Const(1024)), apply("gt", age, Const(256))
+    found = {}
+    for name, keep in {"window": WINDOW, "wide": wide, "far": far, "documents": DOCUMENTS}.items():
+        region = half(SCALED, causal, keep, loads=[((Size("B"), N), "int64")] * (keep == DOCUMENTS))
+        plan = specialised(region, forward(region, at_length(region)))
+        found[name] = (plan.keys.block_m, plan.queries.block_n)
+    assert found == {"window": (64, 64), "wide": (128, 128), "far": (128, 128), "documents": (64, 64)}
+
+
+def test_a_trained_window_runs_on_hopper() -> None:
+    """Its gradients are the faster ones by more than its forward kernel is slower."""
+    region, device = half(SCALED, causal, WINDOW), find("h200")
+    found = [hopper.planned(region, LONG, device, trained) for trained in (False, True)]
+    assert [x is not None for x in found] == [False, hopper.available()]
 
 
 @written_in
