@@ -5,6 +5,11 @@
 
 P and dS are left factors from registers, so that nothing is written to shared memory but what is copied there, and no
 two programs add to one place: the result is the same every time.
+
+Nsight Compute, causal D 128, B 4, H 16, N 4096 (probes_h200.json): the kernel of dQ, three products, 579 us, keeps the
+tensor cores 80 % busy and uses 29 % of the schedulers' slots; that of dK and dV, four products, 868 us, 68 % and 23 %.
+Its warps spend 49 and 44 % of the cycles between two instructions at barriers, half of that the three beside the one
+that copies, which sleep at one throughout.
 """
 
 from __future__ import annotations

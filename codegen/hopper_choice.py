@@ -12,7 +12,6 @@ from dataclasses import replace
 from fusecomp.codegen.copied import pair_loads
 from fusecomp.codegen.frame import Frame
 from fusecomp.codegen.hopper import expresses, specialised
-from fusecomp.codegen.hopper_backward import windowed
 from fusecomp.ir import data
 from fusecomp.ir.expr import variables
 from fusecomp.ir.region import AttentionRegion
@@ -29,8 +28,8 @@ AT_MOST_LISTED = 1.4
 """The same where a mask of all pairs lists the tiles: the portable kernel, which reads it element by element, takes 1.6
 times what is predicted (a quarter of all blocks, B 4, H 16, N 4096, D 64: 0.395 ms, not 0.244; masks_h200.json)."""
 AT_MOST_TRAINED = 1.5
-"""The same where it is trained and rows of tiles are short: the gradients of packed documents (B 4, H 16, N 4096, D 64)
-take 0.35 ms by kernels for Hopper, and 1.57 by portable ones, those of a window of 256 keys 0.30 (probes_h200.json)."""
+"""The same where it is trained and visits by ranges: the gradients of packed documents (B 4, H 16, N 4096, D 64) take
+0.35 ms by kernels for Hopper, and 1.57 by portable ones (probes_h200.json)."""
 
 
 def planned(
@@ -49,9 +48,7 @@ def planned(
     if len(Frame(region, own).copied) < len(pair_loads(region)):
         return None  # what it reads element by element takes longer than its products
     cost = hopper_cost(region, sizes, device, own)
-    most = AT_MOST_LISTED if tiles.visits == "table" else AT_MOST
-    if trained and (tiles.visits == "ranges" or windowed(region)):
-        most = AT_MOST_TRAINED
+    most = {"ranges": AT_MOST_TRAINED if trained else AT_MOST, "table": AT_MOST_LISTED}.get(tiles.visits, AT_MOST)
     return replace(own, cost=cost) if cost.seconds <= most * tiles.cost.seconds else None
 
 

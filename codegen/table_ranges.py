@@ -8,6 +8,10 @@ the greatest of what it reads of the tile (codegen/table_ends.py, ir/intervals.p
 seen, inside [full_begin, full_end), the longest such run, all are. A tile of which a query may see a part is tested
 pair by pair, once for all heads: where each query sees all keys from a first to a last, `in_runs`, attention compares
 places there and reads nothing; elsewhere it reads what the mask reads. For dK and dV queries and keys change places.
+
+Nine documents in 4096 places, 128 queries a row: 10 us, where 15 were taken when each row read all keys; eight in 16384
+places: 22, not 58 (probes_h200.json). Loops are two deep at most: Triton 3.6 and 3.7 drop what a loop carries if nothing but
+the bounds of a loop inside it read it.
 """
 
 from __future__ import annotations

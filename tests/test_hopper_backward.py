@@ -13,7 +13,7 @@ from types import SimpleNamespace
 import pytest
 from kernels import tiles
 from regions import N, age, apply, causal, grouped
-from test_hopper import CAPPED, DOCUMENTS, EXPRESSED, LONG, SCALED, WINDOW, half, written_in
+from test_hopper import CAPPED, DOCUMENTS, EXPRESSED, SCALED, WINDOW, half, written_in
 from test_hopper import planned as at_length
 
 from fusecomp.codegen.backward import BackwardSource, emit_backward
@@ -24,7 +24,6 @@ from fusecomp.errors import KernelError
 from fusecomp.ir.expr import Const, Size
 from fusecomp.ir.region import AttentionRegion
 from fusecomp.planning.backward import BackwardPlan, backward_plan
-from fusecomp.planning.device import find
 from fusecomp.running import hopper
 
 QKV = frozenset({"q", "k", "v"})
@@ -75,13 +74,6 @@ def test_short_rows_are_walked_in_shorter_tiles() -> None:
         plan = specialised(region, forward(region, at_length(region)))
         found[name] = (plan.keys.block_m, plan.queries.block_n)
     assert found == {"window": (64, 64), "wide": (128, 128), "far": (128, 128), "documents": (64, 64)}
-
-
-def test_a_trained_window_runs_on_hopper() -> None:
-    """Its gradients are the faster ones by more than its forward kernel is slower."""
-    region, device = half(SCALED, causal, WINDOW), find("h200")
-    found = [hopper.planned(region, LONG, device, trained) for trained in (False, True)]
-    assert [x is not None for x in found] == [False, hopper.available()]
 
 
 @written_in
