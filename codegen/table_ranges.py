@@ -10,8 +10,8 @@ pair by pair, once for all heads: where each query sees all keys from a first to
 places there and reads nothing; elsewhere it reads what the mask reads. For dK and dV queries and keys change places.
 
 Nine documents in 4096 places, 128 queries a row: 10 us, where 15 were taken when each row read all keys; eight in 16384
-places: 22, not 58 (probes_h200.json). Loops are two deep at most: Triton 3.6 and 3.7 drop what a loop carries if nothing but
-the bounds of a loop inside it read it.
+places: 22, not 58 (probes_h200.json). Loops are two deep at most: Triton 3.6 and 3.7 drop what a loop carries where
+only the bounds of a loop inside it read it.
 """
 
 from __future__ import annotations
