@@ -163,9 +163,23 @@ def larger(a, b):
     return tl.maximum(a, b)
 
 
+@triton.jit(do_not_specialize=["N"])
+def key_ends(
+    ends_ptr, load0_ptr, load0_stride_0, load0_stride_1, N, BLOCK_N: tl.constexpr,
+):
+    count = tl.cdiv(N, BLOCK_N)
+    tile = tl.program_id(0)
+    outer = tl.cast(tile // count, tl.int64)
+    b = outer
+    each = tl.cast(tl.minimum(tile % count * BLOCK_N + tl.arange(0, BLOCK_N), N - 1), tl.int64)
+    load0_0 = tl.load(load0_ptr + b * load0_stride_0 + each * load0_stride_1)
+    tl.store(ends_ptr + tile * 2 + 0, tl.min(load0_0, axis=0))
+    tl.store(ends_ptr + tile * 2 + 1, tl.max(load0_0, axis=0))
+
+
 @triton.jit(do_not_specialize=["M", "N"])
 def key_ranges(
-    tiles_ptr, load0_ptr, load0_stride_0, load0_stride_1, M, N, BLOCK_M: tl.constexpr,
+    tiles_ptr, ends_ptr, load0_ptr, load0_stride_0, load0_stride_1, M, N, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, TILES: tl.constexpr,
 ):
     rows = tl.cdiv(M, BLOCK_M)
@@ -175,64 +189,74 @@ def key_ranges(
     outer = tl.cast(row // rows, tl.int64)
     b = outer
     own = tl.cast(tl.minimum(first + tl.arange(0, BLOCK_M), last), tl.int64)
+    place = tl.cast(own, tl.int32)[:, None]
     load0_1 = tl.load(load0_ptr + b * load0_stride_0 + own * load0_stride_1)
-    load0_1_low, load0_1_high = tl.min(load0_1, axis=0), tl.max(load0_1, axis=0)
 
     count = tl.cdiv(N, BLOCK_N)
-    begin, end, length, full_end, unlike = count, 0, 0, 0, -1  # in tiles; the last that is not full
+    length, full_end, unlike = 0, 0, -1  # in tiles; the last that is not full
+    begin = tl.full([TILES], N, tl.int32)
+    end = tl.full([TILES], 0, tl.int32)
+    first_seen = tl.full([BLOCK_M, TILES], N, tl.int32)
+    last_seen = tl.full([BLOCK_M, TILES], -1, tl.int32)
+    number = tl.full([BLOCK_M, TILES], 0, tl.int32)
     for start in range(0, count, TILES):
         tile = start + tl.arange(0, TILES)
         near = tile * BLOCK_N
         far = tl.minimum(near + BLOCK_N, N) - 1
-        each = tl.cast(tl.minimum(near[:, None] + tl.arange(0, BLOCK_N)[None, :], N - 1), tl.int64)
-        load0_0 = tl.load(load0_ptr + b * load0_stride_0 + each * load0_stride_1)
-        load0_0_low, load0_0_high = tl.min(load0_0, axis=1), tl.max(load0_0, axis=1)
-        some = (tile < count) & (
-            (near <= last)
-            & ((load0_1_low <= load0_0_high) & (load0_0_low <= load0_1_high))
+        ends = ends_ptr + (outer * count + tl.minimum(tile, count - 1)) * 2
+        load0_0_low, load0_0_high = tl.load(ends + 0), tl.load(ends + 1)
+        some = (place >= 0) & (tile < count)[None, :] & (
+            (near[None, :] <= place)
+            & ((load0_1[:, None] <= load0_0_high[None, :]) & (load0_0_low[None, :] <= load0_1[:, None]))
         )
-        every = (near + BLOCK_N <= N) & (
-            (far <= first)
-            & ((load0_1_low == load0_1_high) & (load0_0_low == load0_0_high) & (load0_1_low == load0_0_low))
+        every = (place >= 0) & (near + BLOCK_N <= N)[None, :] & (
+            (far[None, :] <= place)
+            & ((load0_0_low[None, :] == load0_0_high[None, :]) & (load0_1[:, None] == load0_0_low[None, :]))
         )
-        begin = tl.minimum(begin, tl.min(tl.where(some, tile, count), axis=0))
-        end = tl.maximum(end, tl.max(tl.where(some, tile + 1, 0), axis=0))
-        before = tl.where(every, unlike, tile)
+
+        # Of all together: the tiles that one of them visits, and the longest run of those that all see whole
+        visited = tl.max(some.to(tl.int32), axis=0) > 0
+        begin = tl.where(visited, tl.minimum(begin, near), begin)
+        end = tl.where(visited, far + 1, end)
+        before = tl.where(tl.min(every.to(tl.int32), axis=0) > 0, unlike, tile)
         run = tile - tl.associative_scan(before, 0, larger)
         longest = tl.max(run, axis=0)
         full_end = tl.where(longest > length, start + tl.argmax(run, axis=0) + 1, full_end)
         length = tl.maximum(longest, length)
         unlike = tl.max(before, axis=0)
-    begin = tl.minimum(begin, end)
-    full_end = tl.where(length > 0, full_end, begin)  # an empty run at the beginning where there is none
-    tiles = tiles_ptr + row * (5 + 2 * BLOCK_M)
-    tl.store(tiles, begin * BLOCK_N)
-    tl.store(tiles + 1, (full_end - length) * BLOCK_N)
-    tl.store(tiles + 2, full_end * BLOCK_N)
-    tl.store(tiles + 3, tl.minimum(end * BLOCK_N, N))
 
-    # Of the tiles that are cut, pair by pair: the first and the last that each sees, and how many
-    place = tl.cast(own, tl.int32)[:, None]
-    first_seen = tl.full([BLOCK_M, 32], N, tl.int32)
-    last_seen = tl.full([BLOCK_M, 32], -1, tl.int32)
-    number = tl.full([BLOCK_M, 32], 0, tl.int32)
-    stop = tl.minimum(end * BLOCK_N, N) - length * BLOCK_N
-    for edge in range(begin * BLOCK_N, stop, 32):
-        cut = edge + tl.arange(0, 32)
-        at = tl.where(cut < (full_end - length) * BLOCK_N, cut, cut + length * BLOCK_N)
-        pair = tl.cast(tl.minimum(at, N - 1), tl.int64)
-        load0_0_pair = tl.load(load0_ptr + b * load0_stride_0 + pair * load0_stride_1)
-        seen = (cut < stop)[None, :] & ((place >= at[None, :]) & (load0_1[:, None] == load0_0_pair[None, :]))
-        first_seen = tl.minimum(first_seen, tl.where(seen, at[None, :], N))
-        last_seen = tl.maximum(last_seen, tl.where(seen, at[None, :], -1))
-        number += seen.to(tl.int32)
-    # And all of the full ones
+        # Of each: the tiles that all see or do not, and pair by pair those of which one sees a part
+        part = tl.max((some & ~every).to(tl.int32), axis=0) > 0
+        whole = every & ~part[None, :]
+        first_seen = tl.where(whole, tl.minimum(first_seen, near[None, :]), first_seen)
+        last_seen = tl.where(whole, far[None, :], last_seen)
+        number += tl.where(whole, BLOCK_N, 0)
+        next_tile = start - 1
+        for _ in range(tl.sum(part.to(tl.int32), axis=0)):
+            next_tile = tl.min(tl.where(part & (tile > next_tile), tile, count), axis=0)
+            for step in tl.static_range(BLOCK_N // TILES):
+                at = next_tile * BLOCK_N + step * TILES + tl.arange(0, TILES)
+                pair = tl.cast(tl.minimum(at, N - 1), tl.int64)
+                load0_0_pair = tl.load(load0_ptr + b * load0_stride_0 + pair * load0_stride_1)
+                seen = (place >= 0) & (at < N)[None, :] & (
+                    (place >= at[None, :])
+                    & (load0_1[:, None] == load0_0_pair[None, :])
+                )
+                first_seen = tl.where(seen, tl.minimum(first_seen, at[None, :]), first_seen)
+                last_seen = tl.where(seen, tl.maximum(last_seen, at[None, :]), last_seen)
+                number += seen.to(tl.int32)
+    last_end = tl.max(end, axis=0)
+    first_begin = tl.minimum(tl.min(begin, axis=0), last_end)
     run_first, run_last = tl.min(first_seen, axis=1), tl.max(last_seen, axis=1)
-    run_first = tl.where(length > 0, tl.minimum(run_first, (full_end - length) * BLOCK_N), run_first)
-    run_last = tl.where(length > 0, tl.maximum(run_last, full_end * BLOCK_N - 1), run_last)
-    in_runs = tl.sum(number, axis=1) + length * BLOCK_N == tl.maximum(run_last + 1 - run_first, 0)
-    beside = tl.arange(0, BLOCK_M)
+    in_runs = tl.sum(number, axis=1) == tl.maximum(run_last + 1 - run_first, 0)
+    full_end = tl.where(length > 0, full_end * BLOCK_N, first_begin)  # an empty run at the beginning: there is none
+    tiles = tiles_ptr + row * (5 + 2 * BLOCK_M)
+    tl.store(tiles, first_begin)
+    tl.store(tiles + 1, full_end - length * BLOCK_N)
+    tl.store(tiles + 2, full_end)
+    tl.store(tiles + 3, last_end)
     tl.store(tiles + 4, tl.min(in_runs.to(tl.int32), axis=0))
+    beside = tl.arange(0, BLOCK_M)
     tl.store(tiles + 5 + beside, run_first)
     tl.store(tiles + 5 + BLOCK_M + beside, run_last)
 
@@ -245,8 +269,13 @@ def list_visits(tensors, sizes):
     B, M, N = sizes
     rows = B * -(-M // 64)
     tiles = torch.empty([rows, 133], dtype=torch.int32, device=tensors[0].device)
+    ends = torch.empty([B * -(-N // 64), 2], dtype=torch.int64, device=tensors[0].device)
+    if len(ends):
+        key_ends[(len(ends),)](
+            ends, load0, *load0.stride(), N, BLOCK_N=64, num_warps=1,
+        )
     key_ranges[(rows,)](
-        tiles, load0, *load0.stride(), M, N, BLOCK_M=64, BLOCK_N=64, TILES=64, num_warps=8,
+        tiles, ends, load0, *load0.stride(), M, N, BLOCK_M=64, BLOCK_N=64, TILES=32, num_warps=8,
     )
     return tiles
 
