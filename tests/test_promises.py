@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import fusecomp
-from fusecomp.running import verify
+from fusecomp.running import expected
 
 
 @pytest.fixture(autouse=True)
@@ -72,7 +72,7 @@ def test_compiling_draws_nothing_from_the_generator(
 ) -> None:
     """A program that sets a seed draws what it drew, whatever was fused before."""
     if sampled:
-        monkeypatch.setattr(verify, "EXACT_SCORES", {"cpu": 0})
+        monkeypatch.setattr(expected, "EXACT_SCORES", {"cpu": 0})
     args = [torch.randn(2, n, 16, requires_grad=True) for n in (13, 21, 21)]
     graph = make_fx(fn, pre_dispatch=True)(*args)
     before = torch.get_rng_state()
