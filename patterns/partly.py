@@ -79,12 +79,12 @@ def choose(module: GraphModule) -> Iterator[Written]:
     forget_copies(module)
     anchors = [n for n in module.graph.nodes if op_name(n) in ANCHORS]
     up = reach(anchors, lambda n: [] if contraction(n) else n.all_input_nodes)
-    down = reach(anchors, lambda n: [] if contraction(n) else n.users)
+    weights = reach(anchors, lambda n: [u for u in n.users if not contraction(u)])  # a write into O stays one
     products = reach((n for n in up if contraction(n)), lambda n: [u for u in n.users if u in up])
     count = Counter[int | None]()
     for node in list(module.graph.nodes):
         found = read(node) if op_name(node) in OUTSIDE else None
-        if found is not None and (found.whole in products or found.whole in down) and free(module, found):
+        if found is not None and (found.whole in products or found.whole in weights) and free(module, found):
             count[storage(found.whole)] += 1
             if count[storage(found.whole)] <= MOST:
                 facts = facts_of(module)
