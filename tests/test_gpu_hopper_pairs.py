@@ -12,6 +12,7 @@ import torch
 from test_gpu_hopper import FLOOR, OPTIONS, always, attend, compared, off, places, pytestmark, scores
 from torch import Tensor
 
+from fusecomp.backend import explain
 from fusecomp.planning import visits as planned
 
 __all__ = ["always", "pytestmark"]
@@ -148,6 +149,24 @@ def test_what_all_heads_add(
     args = [torch.randn(2, 4, n, size, device="cuda", dtype=half) for n in (613, 752, 752)]
     visits = "bounds" if dtype == torch.float16 else "table"  # where a fill may overflow S, nothing is left out
     compared(wide_biased if dtype == torch.float32 else biased, [*args, bias], visits)
+
+
+@pytest.mark.parametrize("kind", ["causal", "blocks", "holes"])
+@pytest.mark.parametrize("size", [64, 128])
+def test_gradients_beside_a_boolean_mask(kind: str, size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The forward kernel saves what the portable backward kernels take."""
+    monkeypatch.setattr(planned, "SHARE", float("inf"))
+    shapes = [(2, 4, 613, size), (2, 4, 752, size), (2, 4, 752, size)]
+    args = [torch.randn(s, device="cuda", dtype=torch.bfloat16, requires_grad=True) for s in shapes]
+    keep, up = shown(kind, 613, 752), torch.randn(shapes[0], device="cuda", dtype=torch.bfloat16)
+    [entry] = explain(kept, *args, keep, options=OPTIONS).entries
+    assert entry.plan is not None
+    assert (entry.plan.consumers, entry.plan.visits) == (2, "table")
+    fast = torch.compile(kept, backend="fusecomp", options=OPTIONS)
+    found = torch.autograd.grad(fast(*args, keep), args, up)
+    double = [x.detach().double().requires_grad_() for x in args]
+    for a, e in zip(found, torch.autograd.grad(kept(*double, keep), double, up.double()), strict=True):
+        assert off(a, e) <= 2 * FLOOR[torch.bfloat16]
 
 
 def test_gradients_of_a_bias() -> None:
