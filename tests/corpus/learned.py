@@ -173,3 +173,70 @@ def bias_zeroed(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Tensor:
     out = (scores(q, k) + bias).softmax(-1) @ v
     bias.zero_()
     return out
+
+
+# ----------------------------------------------------------------------------------------------------------------
+# Scores that several things which learn make together
+
+
+@CASES.fuse(lambda d: [*square(d), d(3), d(3)], grad=(0, 1, 2, 3, 4))
+def logarithm_of_the_distance(q: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor) -> Tensor:
+    """KERPLE's"""
+    i, j = places(q, k)
+    far = torch.log1p(b.exp()[:, None, None] * (i - j).abs().to(q.dtype))
+    return (scores(q, k) - a.exp()[:, None, None] * far).softmax(-1) @ v
+
+
+@CASES.fuse(lambda d: [*qkv(d), d(3, 1, 1), d(3)], grad=(0, 1, 2, 3, 4))
+def place_that_each_head_looks_at(q: Tensor, k: Tensor, v: Tensor, at: Tensor, width: Tensor) -> Tensor:
+    """A Gaussian over the keys, whose centre and width learn"""
+    j = torch.arange(k.shape[-2], device=q.device).to(q.dtype)
+    away = (j - k.shape[-2] * at.sigmoid()) ** 2 / (2 * (2 + width.exp()[:, None, None]) ** 2)
+    return (scores(q, k) - away).softmax(-1) @ v
+
+
+@CASES.fuse(lambda d: [*square(d), d(2, 3, d.n(21))], grad=ALL)
+def gates_that_forget(q: Tensor, k: Tensor, v: Tensor, gate: Tensor) -> Tensor:
+    kept = F.logsigmoid(gate).cumsum(-1)
+    i, j = places(q, k)
+    return (scores(q, k) + kept[..., :, None] - kept[..., None, :]).masked_fill(j > i, -INF).softmax(-1) @ v
+
+
+@CASES.fuse(lambda d: [*qkv(d), *qkv(d)[:2], d(3, 1, 1)], grad=(0, 1, 2, 3, 4, 5))
+def scores_of_two_kinds(q: Tensor, k: Tensor, v: Tensor, q2: Tensor, k2: Tensor, share: Tensor) -> Tensor:
+    return (scores(q, k) + share * scores(q2, k2)).softmax(-1) @ v
+
+
+@CASES.fuse(lambda d: [*qkv(d), *qkv(d)[:2]], grad=(0, 1, 2, 3, 4))
+def scores_gated_by_others(q: Tensor, k: Tensor, v: Tensor, q2: Tensor, k2: Tensor) -> Tensor:
+    return (scores(q, k) * scores(q2, k2).sigmoid()).softmax(-1) @ v
+
+
+@CASES.fuse(lambda d: [*qkv(d), d(3, d.n(13), d.n(21))], grad=ALL)
+def larger_of_score_and_bias(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Tensor:
+    return torch.maximum(scores(q, k), bias).softmax(-1) @ v
+
+
+@CASES.fuse(lambda d: [*qkv(d), d(4, 4), d.keep(2, d.n(21)).long()], grad=ALL)
+def table_of_labels(q: Tensor, k: Tensor, v: Tensor, table: Tensor, label: Tensor) -> Tensor:
+    mine = label[:, : q.shape[-2], None]
+    return (scores(q, k) + table[mine, label[:, None]].unsqueeze(1)).softmax(-1) @ v
+
+
+@CASES.fuse(lambda d: [*qkv(d), d(3, d.n(13), d.n(21))], grad=ALL)
+def logsumexp_beside_a_bias(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
+    s = scores(q, k) + bias
+    return s.softmax(-1) @ v, s.logsumexp(-1)
+
+
+@CASES.fuse(lambda d: [*qkv(d), d(3)], grad=ALL)
+def gate_by_the_logsumexp(q: Tensor, k: Tensor, v: Tensor, sink: Tensor) -> Tensor:
+    s = scores(q, k)
+    return (s.softmax(-1) @ v) * torch.sigmoid(s.logsumexp(-1, keepdim=True) - sink[:, None, None])
+
+
+@CASES.fuse(lambda d: [*qkv(d, heads=6, kv=2), d(6, 1, d.n(21)), d(6), d(6, 1, 1)], grad=(0, 1, 2, 3, 4, 5))
+def grouped_heads_with_all_of_it(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, sink: Tensor, scale: Tensor) -> Tensor:
+    s = scores(q, k.repeat_interleave(3, 1)) * scale + bias
+    beside = torch.cat([s, sink[None, :, None, None].expand(s.shape[0], -1, s.shape[2], -1)], -1)
+    return beside.softmax(-1)[..., :-1] @ v.repeat_interleave(3, 1)
