@@ -23,7 +23,7 @@ NAMES = frozenset({
     "section", "weights", "counter", "written", "barrier", "copied", "sums", "o", "produce", "consume", "described",
     "inside", "instruction", "left", "right", "known", "given", "consumed", "produced", "above", "below",
     "tanh", "head", "hand", "handed", "key_of", "tail", "masked", "listed", "all_tiles", "q_line", "slope_n", "shift",
-    "base_2", "unit", "top", "risen", "widen", "apart", "words", "packed", "unpacked", "even", "odd",
+    "base_2", "unit", "top", "until", "since", "risen", "widen", "apart", "words", "packed", "unpacked", "even", "odd",
 })  # fmt: skip
 """What the skeletons call their own variables."""
 GROUP_ROWS = 64

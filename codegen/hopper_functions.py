@@ -59,6 +59,19 @@ def risen(row_max, new_max):
     return gl.exp2(gl.where(a == new_a, c - new_c, (row_max - new_max) * LOG2E))
 '''
 
+BOUNDS = {
+    name: f'''
+@gluon.jit
+def {name}(score, kv_idx, edge):
+    """S of keys {which} an edge, else -inf. The compiler would compare ahead, and carry the answers as bits."""
+    return gl.inline_asm_elementwise(
+        "{{ .reg .pred p; setp.{test}.s32 p, $2, $3; selp.f32 $0, $1, 0fFF800000, p; }}",
+        "=f,f,r,r", [score, kv_idx, edge], dtype=gl.float32, is_pure=True, pack=1,
+    )
+'''
+    for name, which, test in (("until", "before", "lt"), ("since", "from", "ge"))
+}
+
 KNOWN = '''
 @gluon.jit
 def known(row_max):

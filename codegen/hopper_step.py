@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from fusecomp.codegen import hopper_pairs as pairs
 from fusecomp.codegen.base2 import Exponent
+from fusecomp.codegen.bounds import chain
 from fusecomp.codegen.frame import Frame
 from fusecomp.codegen.hopper import at_once, holds_q, in_words
 from fusecomp.codegen.hopper_keys import walk
@@ -16,10 +17,10 @@ from fusecomp.codegen.memory import element_loads
 from fusecomp.codegen.printer import triton_dtype, triton_text
 from fusecomp.codegen.skeletons import fill
 from fusecomp.codegen.slope import Slope
-from fusecomp.codegen.tile import ahead, indented, mask, parted, places, unmasked_scores
+from fusecomp.codegen.tile import indented, mask, parted, places, unmasked_scores
 from fusecomp.codegen.visited import in_run
 from fusecomp.ir.algebra import apply
-from fusecomp.ir.expr import Expr, Load
+from fusecomp.ir.expr import Apply, Const, Expr, Load, Size, Var, parts, variables
 from fusecomp.ir.region import extent
 
 Lines = list[str]
@@ -56,8 +57,33 @@ def scored(frame: Frame, e: Exponent, tests: Sequence[Expr], slope: Slope | None
     `masked`: the mask cuts it."""
     read = pairs.in_step(frame, masked)
     asked, tests = pairs.masks(frame, tests) if read["pairs"] else ([], tests)
-    first, rest = by_runs(frame, e, tests) if edge and frame.ranged else ahead(frame, e, tests, edge)
+    if edge and frame.ranged:
+        first, rest = by_runs(frame, e, tests)
+    else:
+        first, rest = parted(frame, [*unmasked_scores(frame, e, tests, edge), *cut(frame, tests, edge)])
     return {"ahead": first, "score": [*asked, *rest, *_shift(frame, slope)], **read}
+
+
+def cut(frame: Frame, tests: Sequence[Expr], edge: bool) -> Lines:
+    """S = -inf where the query does not see the key: before the last lower bound, from the first upper one on, and by
+    the rest of `tests`."""
+    found, loose = frame.reach, frame.reach.loose
+    lower, upper = (
+        [x for x in side if x.term in tests and x.term not in loose and _in_places(frame, x.edge)]
+        for side in (found.lower, found.upper)
+    )
+    begins, ends = ([triton_text(x.edge, frame.tile_names) for x in side] for side in (lower, upper))
+    ends += [frame.k_end] if edge and not frame.ends_in_the_mask else []
+    lines = [f"score = since(score, kv_idx, {chain('maximum', begins)})"] if begins else []
+    lines += [f"score = until(score, kv_idx, {chain('minimum', ends)})"] if ends else []
+    bounds = [x.term for x in (*lower, *upper)]
+    return [*lines, *mask(frame, [t for t in tests if t not in bounds], False)]
+
+
+def _in_places(frame: Frame, edge: Expr) -> bool:
+    """Whether an edge is computed of places and lengths, which are int32."""
+    plain = all(isinstance(x, Var | Const | Size | Apply) for x in parts(edge))
+    return plain and variables(edge) <= {frame.q_idx.name}
 
 
 def by_runs(frame: Frame, e: Exponent, tests: Sequence[Expr]) -> tuple[Lines, Lines]:

@@ -13,7 +13,18 @@ from fusecomp.codegen.copied import COLUMNS
 from fusecomp.codegen.frame import Frame
 from fusecomp.codegen.function import quoted
 from fusecomp.codegen.hopper import GROUP_ROWS, blocks, expresses, holds_q, registers, shares
-from fusecomp.codegen.hopper_functions import APART, BARRIERS, BASE_2, IMPORTS, KNOWN, OPENED, PACKED, TANH, WIDEN
+from fusecomp.codegen.hopper_functions import (
+    APART,
+    BARRIERS,
+    BASE_2,
+    BOUNDS,
+    IMPORTS,
+    KNOWN,
+    OPENED,
+    PACKED,
+    TANH,
+    WIDEN,
+)
 from fusecomp.codegen.hopper_keys import KEY_OF, walk
 from fusecomp.codegen.hopper_launch import LAUNCH_HELPERS, launch
 from fusecomp.codegen.hopper_skeletons import (
@@ -70,7 +81,7 @@ def hopper(frame: Frame, saves_lse: bool = False) -> tuple[str, list[str]]:
     attention, params = _attention(frame, produced, consumed)
     called = names_read(consume)
     functions = {"known": KNOWN, "tanh": TANH, "base_2": BASE_2, "widen": WIDEN, "apart": APART, "opened": OPENED}
-    functions |= {"packed": _packed(frame), "key_of": KEY_OF}
+    functions |= {"packed": _packed(frame), "key_of": KEY_OF, **BOUNDS}
     helpers = [BARRIERS, places, *(text for name, text in functions.items() if name in called)]
     texts = [*helpers, produce, consume, attention, LAUNCH_HELPERS]
     tables = range_kernels(frame.region, frame.plan) if frame.ranged else table_kernels(frame) if frame.listed else []

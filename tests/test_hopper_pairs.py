@@ -1,12 +1,12 @@
-"""What the kernel for Hopper's tensor cores reads for each pair: in blocks, which the product is added to."""
+"""What Hopper's forward kernel reads for each pair: in blocks, which the product is added to; and how it masks."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
 from kernels import tiles
-from regions import H, M, N, b, h, kv_idx, load, q_idx, score, times
-from test_hopper import BIASED, CAPPED, EXPRESSED, LONG, SCALED, half
+from regions import H, M, N, b, causal, h, kv_idx, load, q_idx, score, times
+from test_hopper import BIASED, CAPPED, EXPRESSED, LAST, LONG, SCALED, WINDOW, half
 
 from fusecomp.codegen.copied import copied
 from fusecomp.codegen.emit import emit
@@ -103,3 +103,20 @@ def test_a_product_is_added_to_its_bias() -> None:
         assert ("q_tile = (q_tile * 0.125).to(gl.bfloat16)" in text) == scaled
         assert (", load0_tile, is_async=True" in " ".join(text.split())) == begun
         assert ("score = load0_tile + score" in text or "+ load0_tile" in text) == (not begun)
+
+
+def test_bounds_are_compared_by_themselves() -> None:
+    """All that end keys as one, and all that begin them; what a tensor holds, or an odd term, is selected by."""
+    odd = apply("eq", apply("mod", kv_idx, Const(3)), Const(0))
+    lengths = apply("gt", load(0, b, dtype="int64"), kv_idx)
+    ends = "until(score, kv_idx, gl.minimum(q_idx + 1, k_end))"
+    for keep, more, said in (
+        ((causal, WINDOW), {}, ("since(score, kv_idx, q_idx - 255)", ends)),
+        ((LAST,), {}, ("until(score, kv_idx, N + q_idx + 1 - M)",)),
+        ((causal, odd), {}, (ends, "score = gl.where(kv_idx % 3 == 0, score")),
+        ((lengths,), {"loads": [((Size("B"),), "int64")]}, ("until(score, kv_idx, k_end)",)),
+    ):
+        region = half(SCALED, *keep, **more)
+        text = " ".join(emit(region, specialised(region, tiles(region))).text.split()).replace("( ", "(")
+        assert all(" ".join(line.split()) in text.replace(", )", ")") for line in said), said
+        assert "live[None, :] &" not in text

@@ -106,6 +106,15 @@ def known(row_max):
 
 
 @gluon.jit
+def until(score, kv_idx, edge):
+    """S of keys before an edge, else -inf. The compiler would compare ahead, and carry the answers as bits."""
+    return gl.inline_asm_elementwise(
+        "{ .reg .pred p; setp.lt.s32 p, $2, $3; selp.f32 $0, $1, 0fFF800000, p; }",
+        "=f,f,r,r", [score, kv_idx, edge], dtype=gl.float32, is_pure=True, pack=1,
+    )
+
+
+@gluon.jit
 def produce(given):
     """One warp: hands out tiles of queries, and copies Q, K and V ahead of those who multiply them."""
     (
@@ -223,8 +232,7 @@ def consume(given, group: gl.constexpr):
         barrier("arrive", K_FREE + count % STAGES, THREADS)
         kv = k_start + n
         kv_idx = kv[None, :]
-        live = kv < k_end
-        score = gl.where(live[None, :] & (q_idx >= kv_idx), score, float("-inf"))
+        score = until(score, kv_idx, gl.minimum(q_idx + 1, k_end))
         row_max = gl.maximum(gl.max(score, axis=1) * SCALE, -3.4028234663852886e+38)
         weights = gl.exp2(score * SCALE - row_max[:, None])
         row_sum = sums(weights)
