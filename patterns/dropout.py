@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 
 from fusecomp.graph.facts import is_getitem, number, op_name, shape, value
+from fusecomp.graph.program import as_written
 from fusecomp.graph.rewriting import Written, write
 from fusecomp.ir.algebra import ZERO, apply, const, draws
 from fusecomp.ir.expr import Apply, Const, Expr, Var
@@ -72,6 +73,7 @@ def seeded(node: Node) -> Written:
     new.meta = dict(output.meta)
     with val.fake_mode:
         seed.meta = {**output.meta, "val": torch.empty((), dtype=torch.int64, device=val.device)}
+    as_written(graph.owning_module).seeded(node, output, seeded_dropout, seed, p.value)  # type: ignore[union-attr, arg-type]
     return write(output, new)
 
 

@@ -6,6 +6,7 @@ import logging
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from importlib import import_module
 from typing import Any
 
 import pytest
@@ -24,6 +25,7 @@ from fusecomp.patterns import distances, sdpa, sums
 from fusecomp.patterns.build import Match
 from fusecomp.pipeline import seen_sizes
 from fusecomp.running import cpu, verify
+from fusecomp.running.original import rewritten, written
 from fusecomp.running.verdict import judge
 
 pytestmark = pytest.mark.usefixtures("own_cache")
@@ -154,3 +156,35 @@ def test_what_is_misread_of_values_that_are_never_drawn_is_noticed(fn: Any, more
     verdict = verify.verify(misread, cpu.lower(misread.region), sizes, device, "wrong")
     assert not verdict.passed
     assert "the program on values far apart" in str(verdict)
+
+
+# ----------------------------------------------------------------------------------------------------------------
+# What is held against the program
+
+
+def dropped(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return torch.dropout(scores(q, k).softmax(-1), 0.5, True) @ v
+
+
+def dropped_similar(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return torch.dropout((cosine_similarity(q[..., :, None, :], k[..., None, :, :], -1) * 8).softmax(-1), 0.5, True) @ v
+
+
+def held_against(fn: Callable[..., Any], *args: Any) -> list[str]:
+    matches = [m for m in candidates(fn, *args) if isinstance(m, Match)]
+    return ["the program" if written(m, m.output) else "both" if rewritten(m) else "nothing" for m in matches]
+
+
+@pytest.mark.parametrize(
+    ("fn", "expected"),
+    [(masked, "the program"), (similar, "both"), (dropped, "the program"), (dropped_similar, "both")],
+)
+def test_what_is_held_against_what(fn: Any, expected: str) -> None:
+    assert held_against(fn, *draw()) == [expected]
+
+
+@pytest.mark.parametrize("name", ["calls", "online", "pieces", "totals"])
+def test_every_attention_of_what_is_rewritten_is_held_against_the_program(name: str) -> None:
+    for case in import_module(f"corpus.{name}").CASES:
+        with torch.no_grad():
+            assert "nothing" not in held_against(case.fn, *case.make_args(case.dtypes[0], "cpu", 1)), case.name

@@ -30,6 +30,12 @@ class Call:
     node: Node
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
+    instead: Any = None
+    """What is called in its place, where what it calls draws numbers."""
+
+    @property
+    def target(self) -> Any:
+        return self.node.target if self.instead is None else self.instead
 
     def nodes(self) -> list[Node]:
         """All that it was given."""
@@ -63,6 +69,12 @@ class Program:
         for node in self.calls:
             for target in written_arguments(node):
                 self.writers[storage(target)].append(node)
+
+    def seeded(self, draws: Node, output: Node, instead: Any, seed: Node, p: Any) -> None:
+        """Let what draws numbers for its output make them of a seed, which is given: `instead`(x, seed, p)."""
+        if draws in self.calls:
+            self.calls[output] = Call(output, (self.calls[draws].args[0], seed, p), {}, instead)
+            self.place[seed] = -1
 
     def between(
         self, given: Collection[Node], results: Sequence[Node], within: Container[Node] | None = None

@@ -110,7 +110,8 @@ def boundary(program: Program, match: Match, result: Node, passed: Container[Nod
         node = stack.pop()
         above = [n for n in Call(node, node.args, node.kwargs).reads() if computed(n)]
         inside = node in (result, match.output) or (node in match.path and node not in match.inputs) or node in passed
-        drawn = is_tensor(node) and (above or node.op != "call_function") and op_name(node) not in POSITIVE
+        made = above or node.op != "call_function" or node in match.inputs
+        drawn = is_tensor(node) and made and op_name(node) not in POSITIVE
         if drawn and not inside and known(program, node):
             yield node
             continue
@@ -120,6 +121,8 @@ def boundary(program: Program, match: Match, result: Node, passed: Container[Nod
 
 def random(call: Call) -> bool:
     """Whether a call draws numbers, or is a kernel of ours: its part was looked at with the first that was fused."""
+    if call.instead is not None:
+        return False
     if op_name(call.node) == CALL:
         return bool(said(call.args, call.kwargs, 4, "dropout_p", 0.0))
     tags = getattr(call.node.target, "tags", ())

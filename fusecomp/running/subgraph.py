@@ -43,7 +43,7 @@ class Section:
         names = {n: f"in{i}" for i, nodes in enumerate(self.given) for n in nodes}
         lines = []
         for i, call in enumerate(self.calls):
-            names[call.node], target = f"n{i}", call.node.target
+            names[call.node], target = f"n{i}", call.target
             args = torch.fx.map_arg((call.args, call.kwargs), lambda n: names.get(n, "?"))
             lines.append(f"n{i} = {getattr(target, '__qualname__', target)}{args}")
         return "\n".join(lines)
@@ -101,8 +101,8 @@ class Run:
         if op_name(node) == "detach_":
             return args[0].detach()
         if self.dtype is not None and not any(map(floating, torch.utils._pytree.tree_leaves((args, kwargs)))):
-            return _as(node.target(*args, **kwargs), self.dtype)  # type: ignore[operator]
-        return node.target(*_retyped(args, self.dtype, node), **_retyped(kwargs, self.dtype, node))  # type: ignore[operator]
+            return _as(call.target(*args, **kwargs), self.dtype)
+        return call.target(*_retyped(args, self.dtype, node), **_retyped(kwargs, self.dtype, node))
 
 
 def indices(call: Call) -> Iterator[tuple[Node, Node, int]]:
