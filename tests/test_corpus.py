@@ -15,6 +15,7 @@ from corpus import (
     by_hand,
     calls,
     dense,
+    dynamic,
     extended,
     families,
     families_more,
@@ -65,7 +66,7 @@ LONG = (
     dense, paged, paged_fetched, paged_masked, paged_more, paged_written, paged_served, paged_latent, paged_near,
     paged_near_writes, paged_near_served, paged_shared, families, families_more, by_hand, looped, masks_made, papers,
     papers_more, paged_pools, paged_requests, paged_parts, paged_kept, spoken, variants_more,
-    rarely_said,
+    rarely_said, dynamic,
 )  # fmt: skip
 TABLES = (*LONG, spelled, masked, packed, written, twins, idioms, logsums, extended, functions,
           normalised, calls, pieces, online, assigned, totals, similar)  # fmt: skip
