@@ -20,8 +20,8 @@ from fusecomp.patterns.written import write_out
 
 QUICK = ("assigned", "normalised", "online", "similar", "totals", "written")
 SLOW = (
-    "by_hand", "calls", "dense", "dynamic", "extended", "families", "families_more", "functions", "idioms", "learned", "logsums",
-    "looped", "masked", "masks_made", "packed", "papers", "papers_more", "paged", "paged_fetched",
+    "by_hand", "calls", "dense", "dynamic", "extended", "families", "families_more", "functions", "idioms", "learned",
+    "logsums", "looped", "masked", "masks_made", "packed", "papers", "papers_more", "paged", "paged_fetched",
     "paged_latent", "paged_masked", "paged_more", "paged_near", "paged_near_served",
     "paged_near_writes", "paged_served", "paged_shared", "paged_written", "pieces", "rarely_said", "spelled", "spoken",
     "variants_more",
