@@ -4,7 +4,8 @@
     s[:, h] += x,    then f(s)        f(s + x where the head is h, else s)
 
 Exact: what is chosen is computed from the same numbers. The choice stands where the write stood, and whatever reads the
-whole afterwards reads it; what read it before is left as it is.
+whole afterwards reads it; what read it before is left as it is. Scores that are put together from pieces in this way
+are no function of one score, and stay.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from fusecomp.graph.rewriting import Written, erased, facts_of, write_over
 from fusecomp.patterns.contraction import contraction
 from fusecomp.patterns.folding import ANCHORS
 from fusecomp.patterns.lift import argument, axis
+from fusecomp.patterns.reasons import BLANK
 
 OUTSIDE = {"fill_": 0, "zero_": 0, "copy_": 0, "masked_fill_": 0, "add_": 0, "sub_": 0, "mul_": 0, "div_": 1}
 """Pointwise writes, and what their argument is taken for where nothing is written: no gradient is NaN of it."""
@@ -84,7 +86,10 @@ def choose(module: GraphModule) -> Iterator[Written]:
     count = Counter[int | None]()
     for node in list(module.graph.nodes):
         found = read(node) if op_name(node) in OUTSIDE else None
-        if found is not None and (found.whole in products or found.whole in weights) and free(module, found):
+        if found is None or not (found.whole in products or found.whole in weights):
+            continue
+        pieced = op_name(found.whole) in BLANK or any(x in products or x in weights for x in found.inputs[1:])
+        if not pieced and free(module, found):
             count[storage(found.whole)] += 1
             if count[storage(found.whole)] <= MOST:
                 facts = facts_of(module)
