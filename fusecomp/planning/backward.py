@@ -61,8 +61,7 @@ class BackwardPlan:
         """Of a tensor of every query and key: block_m queries and block_n keys a program."""
         m, n = self.keys.block_m, self.keys.block_n
         t = self.bias or Tile(m, n, 8 if m * n >= 64 * 64 else self.keys.warps, 1)
-        tile = {"block_m": t.block_m, "block_n": t.block_n, "warps": t.warps, "stages": t.stages}
-        return replace(self.keys, visits="bounds", **tile)
+        return replace(self.keys, visits="bounds", block_m=t.block_m, block_n=t.block_n, warps=t.warps, stages=t.stages)
 
 
 def backward_plan(
