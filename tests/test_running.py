@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -266,3 +267,29 @@ def test_judgement_allows_what_eager_gets_wrong_too() -> None:
     verdicts = [verdict.judge(verdict.Judged(got, eager, exact, "it"), "float32").passed
                 for got, eager in ((good, good), (bad, good), (bad, bad), (nan, good), (nan, nan))]  # fmt: skip
     assert verdicts == [True, False, True, False, True]
+
+
+def cut(x: Tensor) -> Tensor:
+    """What a product in TF32 reads of float32: ten bits of the fraction."""
+    return (x.view(torch.int32) & ~0x1FFF).view(torch.float32)
+
+
+@pytest.mark.parametrize(
+    ("precision", "device", "expected"),
+    [("tf32", "cuda", [True, False]), ("ieee", "cuda", [False, False]), ("tf32", "cpu", [False, False])],
+)
+def test_products_in_tf32_may_round_where_those_of_eager_do_not(
+    precision: str, device: str, expected: list[bool]
+) -> None:
+    q, k, v = draw(lambda d: qkv(d, d=8))
+    exact, eager = plain(q.double(), k.double(), v.double()), plain(q, k, v)
+    rounded = cut(scores(cut(q), cut(k)).softmax(-1)) @ cut(v)
+    wrong = (scores(q, k) * 1.05).softmax(-1) @ v
+    floor = verdict.floor_of("float32", replace(attention(), precision=precision), torch.device(device))
+    judged = (verdict.Judged(got, eager, exact, "it") for got in (rounded, wrong))
+    assert [verdict.judge(x, "float32", floor).passed for x in judged] == expected
+
+
+def test_products_of_half_types_take_no_tf32() -> None:
+    half, device = replace(attention(dtype="bfloat16"), precision="tf32"), torch.device("cuda")
+    assert verdict.floor_of("float32", half, device) == verdict.FLOOR[torch.float32]

@@ -1,6 +1,9 @@
 """What a comparison of a kernel with what it replaces finds.
 
     max |kernel - exact|  <=  max(4 * max |eager - exact|, floor of the dtype)      relative to max |exact|
+
+Where a kernel's products are in TF32, the floor is at least TF32's: at sizes that cuBLAS has no TF32 kernel for, eager
+rounds less.
 """
 
 from __future__ import annotations
@@ -10,12 +13,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from fusecomp.ir.region import AttentionRegion
+
 EAGER_MULTIPLE = 4.0
 """A fused kernel may err this many times as much as eager does."""
 FLOOR = {torch.float32: 32 * 2.0**-23, torch.bfloat16: 2 * 2.0**-7, torch.float16: 4 * 2.0**-10}
 """Relative error that is always allowed: what rounding the output alone may cost."""
-
-
+TF32 = 4 * 2.0**-10
+"""The same where Q, K, P and V are cut to TF32, whose numbers lie as far apart as those of float16."""
 MISREAD = {torch.float32: 0.02, torch.bfloat16: 0.5, torch.float16: 0.5}
 """Relative error of eager, its products in TF32 maybe, that is no rounding any more: the program was misread."""
 
@@ -51,9 +56,16 @@ class Judged:
     """Whether `exact` is what was read of the program: eager must then be near it too."""
 
 
-def judge(judged: Judged, dtype: str, multiple: float = 1.0) -> Verdict:
-    """Compare: special values in place, finite ones within the budget."""
-    floor = FLOOR[getattr(torch, dtype)] * multiple
+def floor_of(dtype: str, region: AttentionRegion, device: torch.device) -> float:
+    """Relative error that is always allowed a kernel of a region, for a result of that dtype."""
+    multiplied = {region.pv_dtype, *(p.dtype for p in region.products)}
+    cut = device.type == "cuda" and region.precision == "tf32" and "float32" in multiplied
+    return max(FLOOR[getattr(torch, dtype)], TF32 if cut else 0.0)
+
+
+def judge(judged: Judged, dtype: str, floor: float | None = None) -> Verdict:
+    """Compare: special values in place, finite ones within the budget. `floor`: instead of that of the dtype."""
+    floor = FLOOR[getattr(torch, dtype)] if floor is None else floor
     got, exact = judged.got.double(), judged.exact.double()
     eager = judged.eager.double() if judged.eager is not None else None
     wrong = specials(got) != specials(exact)

@@ -36,7 +36,7 @@ from fusecomp.running.rewritten import judge_rewriting
 from fusecomp.running.subgraph import seen
 from fusecomp.running.sums import arranged, whole
 from fusecomp.running.unkind import judge_meaning
-from fusecomp.running.verdict import FLOOR, Judged, Verdict, judge
+from fusecomp.running.verdict import FLOOR, Judged, Verdict, floor_of, judge
 
 GRADIENT_MULTIPLE = 2.0
 """Of FLOOR: what rounding probabilities and their gradients to half precision may cost a gradient."""
@@ -64,7 +64,8 @@ def verify(
         differentiated = judge_gradients(match, drawn, launch, backward, sizes) if backward is not None else None
     if [t._version for t in drawn[0]] != before:
         drawn[0][:] = example(match, sizes, device)[0]  # the graph wrote into what it reads
-    verdict = judge(run(), match.region.out_dtype)
+    out_dtype = match.region.out_dtype
+    verdict = judge(run(), out_dtype, floor_of(out_dtype, match.region, device))
     if verdict.passed and (room := rooms(match, drawn[1], sizes["N"])) >= 1:
         verdict = judge_rewriting(match, drawn[0], bool(match.learned) and room >= KEPT) or verdict
         verdict = judge_meaning(match, *example(match, sizes, device), sizes) or verdict
@@ -214,7 +215,8 @@ def judge_log_sums(match: Match, drawn: Drawn, launch: Launch, sizes: Mapping[st
             judged = Judged(got, None, exact, "the log-sum-exp in float64 on sampled rows")
         for fill in (False, True):  # beside which no other row would count
             of = (judged.exact.abs() > FILLED) == fill
-            verdict = judge(only(judged, of), str(s.node.meta["val"].dtype).removeprefix("torch."))
+            dtype = str(s.node.meta["val"].dtype).removeprefix("torch.")
+            verdict = judge(only(judged, of), dtype, floor_of(dtype, region, device))
             if not verdict.passed:
                 return verdict
     return None
@@ -258,7 +260,7 @@ def judge_gradients(
             assert got is not None
             judged = Judged(got, mine, best, f"{against}, for the gradient of {o.name}")
             coarse = max(o.dtype, region.out_dtype, key=lambda t: FLOOR[getattr(torch, t)])
-            verdict = judge(judged, coarse, GRADIENT_MULTIPLE)
+            verdict = judge(judged, coarse, GRADIENT_MULTIPLE * floor_of(coarse, region, device))
             if not verdict.passed:
                 return verdict
         return None
