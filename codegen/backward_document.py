@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from textwrap import wrap
+
 from fusecomp.codegen import turns
 from fusecomp.codegen.backward_frame import GradientFrame, Leaf
 from fusecomp.codegen.base2 import LOG2E
-from fusecomp.codegen.document import mathematics, tensors
+from fusecomp.codegen.document import WIDTH, mathematics, tensors
 from fusecomp.codegen.source import names_read
 from fusecomp.ir.expr import Const, text
 from fusecomp.planning.backward import BackwardPlan
@@ -63,6 +65,7 @@ def _share(leaf: Leaf) -> str:
 
 def _plan(what: str, plan: TilePlan) -> list[str]:
     device = f" for {plan.device}" if plan.device else ""
-    tile = f"tiles of {plan.block_m} queries x {plan.block_n} keys, {plan.warps} warps, {plan.stages} stages"
-    groups = f"; {plan.consumers} groups of warps that multiply, and one warp that copies" if plan.consumers else ""
-    return [f"Plan{device} of {what}: {tile}{groups}."]
+    groups = f"{plan.consumers} groups of 4 warps that multiply and one warp that copies"
+    who = groups if plan.consumers else f"{plan.warps} warps"
+    tile = f"tiles of {plan.block_m} queries x {plan.block_n} keys, {who}, {plan.stages} stages"
+    return wrap(f"Plan{device} of {what}: {tile}.", WIDTH, subsequent_indent="    ")

@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from fusecomp.codegen.copied import pair_loads
 from fusecomp.codegen.frame import Frame
-from fusecomp.codegen.hopper import expresses, specialised
+from fusecomp.codegen.hopper import expresses, registers, specialised
 from fusecomp.ir import data
 from fusecomp.ir.expr import variables
 from fusecomp.ir.region import AttentionRegion
@@ -49,6 +49,7 @@ def planned(
         return None  # what it reads element by element takes longer than its products
     cost = hopper_cost(region, sizes, device, own)
     most = {"ranges": AT_MOST_TRAINED if trained else AT_MOST, "table": AT_MOST_LISTED}.get(tiles.visits, AT_MOST)
+    cost = replace(cost, registers=registers(own)[1])
     return replace(own, cost=cost) if cost.seconds <= most * tiles.cost.seconds else None
 
 

@@ -85,7 +85,8 @@ def hopper(frame: Frame, saves_lse: bool = False) -> tuple[str, list[str]]:
     helpers = [BARRIERS, places, *(text for name, text in functions.items() if name in called)]
     texts = [*helpers, produce, consume, attention, LAUNCH_HELPERS]
     tables = range_kernels(frame.region, frame.plan) if frame.ranged else table_kernels(frame) if frame.listed else []
-    return "\n\n\n".join([*(in_gluon(t.strip()) for t in texts), *tables]), launch(frame, params, saves_lse)
+    written = [*(in_gluon(t.strip()) for t in texts), *(t.strip() for t in tables)]
+    return "\n\n\n".join(written), launch(frame, params, saves_lse)
 
 
 def in_gluon(text: str) -> str:

@@ -44,6 +44,7 @@ STATES = '''\
 def «name»(
     «parameters»
 ):
+    """Of one tile of queries and keys: 0 where no pair is seen, 1 where some are, 2 where all."""
     program = tl.program_id(0)
     «program»
 
@@ -66,6 +67,7 @@ def larger(a, b):
 LIST = '''\
 @triton.jit(do_not_specialize=«sizes»)
 def «name»(tiles_ptr, states_ptr, «lengths», TILES: tl.constexpr):
+    """One row of the table: the longest run of tiles that are seen whole, and the others that are seen."""
     row = tl.cast(tl.program_id(0), tl.int64)
     tile = tl.arange(0, TILES)
     «state»

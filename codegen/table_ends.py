@@ -26,6 +26,7 @@ ENDS = '''\
 def «name»(
     «parameters»
 ):
+    """The least and the greatest of what the mask reads of one tile."""
     count = tl.cdiv(«size», «block»)
     tile = tl.program_id(0)
     outer = tl.cast(tile // count, tl.int64)

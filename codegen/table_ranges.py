@@ -52,6 +52,7 @@ KERNEL = '''\
 def «name»(
     «parameters»
 ):
+    """One row of the table: the tiles that it visits, and what each of its own sees of them."""
     rows = tl.cdiv(«own_size», «own_block»)
     row = tl.program_id(0)
     first = row % rows * «own_block»

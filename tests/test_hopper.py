@@ -156,6 +156,11 @@ def test_masks_that_are_data_are_visited_by_table(monkeypatch: pytest.MonkeyPatc
     region = EXPRESSED["documents"]
     monkeypatch.setattr(hopper_choice, "AT_MOST", float("inf"))
     assert (hopper_plan(region, LONG, find("h200")) is not None) == available()
+    made = hopper_choice.planned(region, LONG, find("h200"))
+    assert made is not None
+    assert made.cost is not None
+    assert made.resident == 2
+    assert made.cost.registers == registers(made)[1], "a program that shares its multiprocessor has fewer"
     added = half(apply("add", SCALED, load(0, b, kv_idx, dtype="bfloat16")), loads=[((Size("B"), N), "bfloat16")])
     # It may hold a finite fill: rows that see no key are visited again
     assert hopper_plan(added, LONG, find("h200")) is None

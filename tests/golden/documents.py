@@ -167,6 +167,7 @@ def larger(a, b):
 def key_ends(
     ends_ptr, load0_ptr, load0_stride_0, load0_stride_1, N, BLOCK_N: tl.constexpr,
 ):
+    """The least and the greatest of what the mask reads of one tile."""
     count = tl.cdiv(N, BLOCK_N)
     tile = tl.program_id(0)
     outer = tl.cast(tile // count, tl.int64)
@@ -182,6 +183,7 @@ def key_ranges(
     tiles_ptr, ends_ptr, load0_ptr, load0_stride_0, load0_stride_1, M, N, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, TILES: tl.constexpr,
 ):
+    """One row of the table: the tiles that it visits, and what each of its own sees of them."""
     rows = tl.cdiv(M, BLOCK_M)
     row = tl.program_id(0)
     first = row % rows * BLOCK_M

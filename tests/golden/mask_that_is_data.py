@@ -143,6 +143,7 @@ def attention(
 def tile_states(
     load0_ptr, states_ptr, load0_stride_0, load0_stride_2, load0_stride_3, M, N,
 ):
+    """Of one tile of queries and keys: 0 where no pair is seen, 1 where some are, 2 where all."""
     program = tl.program_id(0)
     q_tiles = tl.cdiv(M, BLOCK_M)
     k_tiles = N // BLOCK_N
@@ -177,6 +178,7 @@ def larger(a, b):
 
 @triton.jit(do_not_specialize=["k_tiles"])
 def list_tiles(tiles_ptr, states_ptr, k_tiles, TILES: tl.constexpr):
+    """One row of the table: the longest run of tiles that are seen whole, and the others that are seen."""
     row = tl.cast(tl.program_id(0), tl.int64)
     tile = tl.arange(0, TILES)
     state = tl.load(states_ptr + row * k_tiles + tile, mask=tile < k_tiles, other=0)
