@@ -16,7 +16,8 @@ from agreement import INF, agree, attend, compiled, plain, qkv, reasons
 from torch import Tensor, nn
 
 import fusecomp
-from fusecomp.running import verify
+from fusecomp.running import expected
+from fusecomp.running.subgraph import Section
 
 
 @pytest.fixture(autouse=True)
@@ -70,17 +71,18 @@ def test_wrong_numbers_are_never_used(monkeypatch: pytest.MonkeyPatch, tmp_path:
 
 
 def test_inputs_of_a_verification_that_are_written_into(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    honest = verify.original
+    honest, seen = Section.run, []
 
-    def writing(match: Any, tensors: list[Tensor], *more: Any) -> Any:
-        found = honest(match, tensors, *more)
-        tensors[0].zero_()
+    def writing(section: Section, tensors: list[Tensor], *more: Any) -> Any:
+        found = honest(section, tensors, *more)
+        seen.append(tensors[0].zero_())
         return found
 
     monkeypatch.setenv("FUSECOMP_CACHE_DIR", str(tmp_path))
-    monkeypatch.setattr(verify, "original", writing)
-    monkeypatch.setattr(verify, "EXACT_SCORES", {})  # eager alone is run so
+    monkeypatch.setattr(Section, "run", writing)
+    monkeypatch.setattr(expected, "EXACT_SCORES", {"cpu": 1000})  # eager alone is run so
     agree(attend, qkv())
+    assert seen
 
 
 def test_operators_of_the_user() -> None:

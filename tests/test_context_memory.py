@@ -152,14 +152,16 @@ def result_written_elsewhere(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return seen
 
 
-LEFT_ALONE = (
-    view_written, query_written, slice_kept, weights_written, scores_written_elsewhere, result_written_elsewhere,
-)  # fmt: skip
+LEFT_ALONE = view_written, query_written, slice_kept, scores_written_elsewhere, result_written_elsewhere
 
 
 @pytest.mark.parametrize("fn", LEFT_ALONE)
 def test_what_is_overwritten_or_seen_is_left_alone(fn: Callable[..., Any]) -> None:
     assert agree(fn, qkv(), fused=0)["declined"] == 1
+
+
+def test_weights_of_which_a_part_is_overwritten() -> None:
+    agree(weights_written, qkv())
 
 
 def test_inputs_that_are_one_memory() -> None:
