@@ -158,6 +158,17 @@ def test_what_is_misread_of_values_that_are_never_drawn_is_noticed(fn: Any, more
     assert "the program on values far apart" in str(verdict)
 
 
+@pytest.mark.parametrize("shape", [(), (1,), (21,), (13, 1), (13, 21)])
+@pytest.mark.parametrize("fill", [-1e9, -math.inf])
+def test_masks_of_any_number_of_axes_are_read_on_such_values(shape: tuple[int, ...], fill: float) -> None:
+    def fn(q: Tensor, k: Tensor, v: Tensor, drop: Tensor) -> Tensor:
+        return scores(q, k).masked_fill(drop, fill).softmax(-1) @ v
+
+    args = [*draw(), torch.zeros(shape, dtype=torch.bool)]
+    torch.testing.assert_close(compiled(fn, strict=True)(*args), fn(*args), rtol=1e-4, atol=1e-5)
+    assert fusecomp.counters()["fused"] == 1
+
+
 # ----------------------------------------------------------------------------------------------------------------
 # What is held against the program
 

@@ -76,5 +76,7 @@ def judged(got: Tensor, exact: Tensor, of: str = "") -> Verdict | None:
     if off.any():
         detail = f"{int(off.sum())} of {off.numel()} elements are NaN or infinite on one side only"
         return Verdict(False, math.inf, ALLOWED, AGAINST + of, detail)
+    if error <= ALLOWED:
+        return None
     detail = f"so does the graph that it was read from: worst at {worst(got, exact)}"
-    return None if error <= ALLOWED else Verdict(False, error, ALLOWED, AGAINST + of, detail)
+    return Verdict(False, error, ALLOWED, AGAINST + of, detail)

@@ -127,7 +127,10 @@ def bare(node: Node) -> str:
 
 FROM_THE_END = {"index", "index_put", "index_fill"}
 """What counts negative positions from the end; to all others they are outside."""
-BY_AXIS = {"gather", "index_select", "index_add", "index_copy", "index_fill", "scatter", "scatter_add"}
+BY_AXIS = {
+    "gather", "index_select", "index_add", "index_copy", "index_fill", "index_reduce", "scatter", "scatter_add",
+    "scatter_reduce",
+}  # fmt: skip
 
 
 MIXED = {*READERS, "softmax", "log_softmax", "scaled_dot_product_attention", "cdist", "cosine_similarity"}

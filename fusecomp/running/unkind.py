@@ -100,4 +100,4 @@ def make_unkind(region: AttentionRegion, tensors: Sequence[Tensor]) -> None:
 def last_row(x: Tensor) -> Tensor:
     """What the last query reads of a mask, if it has queries."""
     own = x[tuple(slice(None) if step else slice(1) for step in x.stride())]
-    return own[..., -1:, :] if x.dim() > 1 and own.shape[-2] > 1 else own[..., :0]
+    return own[..., -1:, :] if x.dim() > 1 and own.shape[-2] > 1 else elements(x)[:0]
