@@ -86,14 +86,12 @@ def apart(module: GraphModule, node: Node, spec: Contraction, column: str) -> It
     if not found or any(r.columns not in parts for r in found):
         return
     sources = [parts[r.columns] or spec.right.args[0] for r in found]
-    if not all(
-        movable(module, [node], [spec.left, spec.right, x], r.node) for r, x in zip(found, sources, strict=True)
-    ):  # type: ignore[list-item]
+    pairs = list(zip(found, sources, strict=True))
+    joined = all(movable(module, [spec.right], [x, spec.right], node) for x in sources)  # type: ignore[list-item]
+    if not joined or not all(movable(module, [node], [spec.left, spec.right, x], r.node) for r, x in pairs):  # type: ignore[list-item]
         return
     outputs, first = list[Node](), node
-    for r, x in zip(
-        found, sources, strict=True
-    ):  # the product is put back with the last, which stands before the others
+    for r, x in pairs:  # the product is put back with the last, which stands before the others
         before = first.prev
         taken = product(spec, column, r.gone, filled=parts[r.columns] is None)
         outputs.append(inline(first, taken, [spec.left, x]))  # type: ignore[list-item]

@@ -21,8 +21,8 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 
 from fusecomp.graph.capture import inline
-from fusecomp.graph.facts import dtype, is_tensor, op_name, reach, shape
-from fusecomp.graph.rewriting import Written, movable, write
+from fusecomp.graph.facts import dtype, is_tensor, op_name, reach, shape, storage
+from fusecomp.graph.rewriting import Written, facts_of, movable, write
 from fusecomp.ir.algebra import const
 from fusecomp.ir.expr import Const
 from fusecomp.patterns.contraction import Contraction, contraction
@@ -59,7 +59,7 @@ def at_once(module: GraphModule) -> Iterator[Written]:
             continue
         inputs = inputs_of(found)
         inside = made_of(node, inputs)
-        if movable(module, inside, inputs, node):
+        if own(module, inside, node) and movable(module, inside, inputs, node):
             before = node.prev
             output = inline(node, together(node, found), inputs)
             yield write(node, output, [n for n in between(before, node) if contraction(n)])
@@ -69,6 +69,13 @@ def made_of(node: Node, inputs: list[Node]) -> list[Node]:
     """What lies between the inputs and the node."""
     above = reach([node], lambda n: [x for x in n.all_input_nodes if x not in inputs])
     return [n for n in above if n.op == "call_function"]
+
+
+def own(module: GraphModule, inside: list[Node], node: Node) -> bool:
+    """Whether nothing but what is inside has written into it."""
+    facts, known = facts_of(module), set(inside)
+    places = {p for n in known for p in facts.writes.get(storage(n), ())}  # type: ignore[arg-type]
+    return all(facts.order[p] in known for p in places if p < facts.position[node])
 
 
 def inputs_of(terms: list[Term]) -> list[Node]:

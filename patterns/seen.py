@@ -8,7 +8,7 @@ Where a key is hidden, its weight is 0 in either.
 
 from __future__ import annotations
 
-from fusecomp.graph.facts import op_name
+from fusecomp.graph.facts import dtype, op_name
 from fusecomp.ir.algebra import apply, substitute
 from fusecomp.ir.expr import Apply, Cast, Const, Expr, Load, Var, kind
 from fusecomp.patterns.exponentials import INF
@@ -16,6 +16,9 @@ from fusecomp.patterns.lift import Lift, argument
 from fusecomp.patterns.masks import conjuncts, split
 from fusecomp.patterns.reductions import over
 from fusecomp.patterns.weights import softmax_weights
+
+NARROW = ("uint8", "int8", "int16")
+"""Sums of truth values in these come round to 0."""
 
 
 def of_each_key(lift: Lift, e: Expr, key: Var) -> Expr:
@@ -56,7 +59,7 @@ def reduced(lift: Lift, x: Load, key: Var, name: str) -> Expr | None:
     """c of a tensor that is any_j, all_j or sum_j of truth values c_j over as many as there are keys, at the key."""
     node = lift.facts.names[x.tensor]
     dim = argument(node, 1, "dim") if op_name(node) == name else None
-    if dim is None:
+    if dim is None or (name == "sum" and dtype(node) in NARROW):
         return None
     before, lift.at = lift.at, lift.facts.position[node]
     try:

@@ -55,6 +55,7 @@ from corpus import (
     twins,
     variants_more,
     written,
+    written_since,
 )
 
 from fusecomp import backend
@@ -68,7 +69,7 @@ LONG = (
     papers_more, paged_pools, paged_requests, paged_parts, paged_kept, spoken, variants_more,
     rarely_said, dynamic,
 )  # fmt: skip
-TABLES = (*LONG, spelled, masked, packed, written, twins, idioms, logsums, extended, functions,
+TABLES = (*LONG, spelled, masked, packed, written, written_since, twins, idioms, logsums, extended, functions,
           normalised, calls, pieces, online, assigned, totals, similar)  # fmt: skip
 
 QUICK = {
