@@ -21,7 +21,7 @@ import fusecomp
 from fusecomp.ir.algebra import apply, const
 from fusecomp.ir.expr import Load, transform
 from fusecomp.ir.region import AttentionRegion
-from fusecomp.patterns import distances, sdpa, sums
+from fusecomp.patterns import columns, distances, sdpa, sums
 from fusecomp.patterns.build import Match
 from fusecomp.pipeline import seen_sizes
 from fusecomp.running import cpu, verify
@@ -116,6 +116,40 @@ def test_a_rewriting_with_another_gradient_is_noticed(monkeypatch: pytest.Monkey
     torch._dynamo.reset()
     with pytest.raises(BackendCompilerFailed, match="for the gradient of"):
         compiled(similar, strict=True)(*(x.requires_grad_() for x in args))
+
+
+# ----------------------------------------------------------------------------------------------------------------
+# What is written into, and where gradients stop, between the operands and the result
+
+
+def doubled_since(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    v = v * 1.0
+    beside = torch.cat([v, torch.ones_like(v[..., :1])], -1)
+    v.mul_(2.0)
+    o = scores(q, k).exp() @ beside
+    return o[..., :-1] / o[..., -1:]
+
+
+def without_gradients_of_values(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    with torch.no_grad():
+        beside = torch.cat([v, torch.ones_like(v[..., :1])], -1)
+    o = scores(q, k).exp() @ beside
+    return o[..., :-1] / o[..., -1:] + 0 * v.sum()
+
+
+@pytest.mark.parametrize(
+    ("fn", "noticed"),
+    [(doubled_since, "before it writes into it"), (without_gradients_of_values, "for the gradient of")],
+)
+def test_a_rewriting_that_overlooks_what_lies_between_is_noticed(
+    fn: Any, noticed: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(columns, "movable", lambda *_: True)
+    args = [x.requires_grad_() for x in draw()]
+    with pytest.raises(BackendCompilerFailed, match=noticed):
+        compiled(fn, strict=True)(*args)
+    torch._dynamo.reset()
+    torch.testing.assert_close(compiled(fn)(*args), fn(*args), rtol=1e-4, atol=1e-5)
 
 
 # ----------------------------------------------------------------------------------------------------------------

@@ -98,6 +98,19 @@ class Program:
         return [self.calls[n] for n in sorted(found, key=self.place.__getitem__)]
 
 
+    def stale(self, given: Collection[Node], calls: Sequence[Call]) -> Node | None:
+        """What calls read of memory that is given and that the program then writes into, before the last of them: a
+        kernel reads all that it is given at one time."""
+        memory = {storage(n) for n in given} - {None}
+        last = max((self.place[call.node] for call in calls), default=0)
+        for call in calls:
+            since = range(self.place[call.node] + 1, last)
+            for n in call.reads() if storage(call.node) not in memory else ():  # a view of it reads nothing yet
+                if storage(n) in memory and any(self.place[w] in since for w in self.writers.get(storage(n), ())):
+                    return n
+        return None
+
+
 def computed(node: Node) -> bool:
     """Whether a node is more than a number that the graph is compiled for, a symbol, or a number written down."""
     val = node.meta.get("val")

@@ -13,6 +13,7 @@ from torch.fx import Node
 
 from fusecomp.graph.facts import op_name, value
 from fusecomp.graph.holding import held
+from fusecomp.graph.learning import records
 from fusecomp.graph.program import Call, Program, fixed
 from fusecomp.patterns.contraction import READERS
 from fusecomp.patterns.naming import SizeSource
@@ -37,6 +38,10 @@ class Section:
         env = {n: _as(x, dtype) for nodes, x in zip(self.given, inputs, strict=True) for n in nodes}
         run = Run(dtype, inputs[0].device, env)
         return run.through(self.calls, self.result)  # type: ignore[no-any-return]
+
+    def stale(self) -> Node | None:
+        """What the calls read before the program writes into it."""
+        return self.program.stale([n for nodes in self.given for n in nodes], self.calls)
 
     def text(self) -> str:
         """The calls, nodes numbered in order, so that equal layers have equal texts."""
@@ -94,6 +99,10 @@ class Run:
         return stand_in(node.meta.get("val"), self.dtype, self.device) if known is None else known
 
     def call(self, call: Call) -> Any:
+        with torch.set_grad_enabled(torch.is_grad_enabled() and records(call.node)):
+            return self.computed(call)
+
+    def computed(self, call: Call) -> Any:
         node = call.node
         args, kwargs = torch.fx.map_arg((call.args, call.kwargs), self.env.__getitem__)
         if self.dtype is None and op_name(node) in MIXED:

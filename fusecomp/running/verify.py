@@ -24,6 +24,7 @@ from fusecomp.errors import VerificationError
 from fusecomp.graph.learning import learns
 from fusecomp.ir.logsumexp import evaluate_lse
 from fusecomp.ir.reference import evaluate
+from fusecomp.ir.region import Operand
 from fusecomp.patterns.build import Match
 from fusecomp.running import cache, layout
 from fusecomp.running.backward import gradients
@@ -33,7 +34,7 @@ from fusecomp.running.launching import compiling
 from fusecomp.running.operator import Gradients, Launch, empty_ordered
 from fusecomp.running.original import original, rewritten
 from fusecomp.running.rewritten import judge_rewriting
-from fusecomp.running.subgraph import seen
+from fusecomp.running.subgraph import Section, seen
 from fusecomp.running.sums import arranged, whole
 from fusecomp.running.unkind import judge_meaning
 from fusecomp.running.verdict import FLOOR, Judged, Verdict, floor_of, judge
@@ -50,9 +51,11 @@ def verify(
     match: Match, launch: Launch, sizes: Mapping[str, int], device: torch.device, kernel: str,
     backward: Gradients | None = None,
 ) -> Verdict:  # fmt: skip
-    """Hold a kernel, and its backward, against what they replace, on random inputs; cached by what was compared."""
+    """Hold a kernel, and its backward, against what they replace, on random inputs; cached by what was compared.
+    Raises VerificationError where there is nothing that they can be held against."""
     examples = layout.examples(match)
-    compared = (kernel, match.region.key, fingerprint(match), examples, dict(sizes), sorted(match.learned))
+    sections = against(match)
+    compared = (kernel, match.region.key, [s.text() for s in sections], examples, dict(sizes), sorted(match.learned))
     name = cache.digest(own_code(), machine(device), *compared)
     path = cache.directory("verdicts") / f"{name}.json"
     if (known := kept(path)) is not None:
@@ -61,7 +64,7 @@ def verify(
     before = [t._version for t in drawn[0]]
     with compiling(launches(match, drawn, launch, sizes, backward) if device.type == "cuda" else [], device):
         run = compare(match, drawn, launch, sizes, backward)
-        differentiated = judge_gradients(match, drawn, launch, backward, sizes) if backward is not None else None
+        differentiated = judge_gradients(match, drawn, launch, backward, sizes) if match.learned else None
     if [t._version for t in drawn[0]] != before:
         drawn[0][:] = example(match, sizes, device)[0]  # the graph wrote into what it reads
     out_dtype = match.region.out_dtype
@@ -102,10 +105,14 @@ def machine(device: torch.device) -> str:
     return f"{chip} torch {torch.__version__} triton {triton.__version__}"
 
 
-def fingerprint(match: Match) -> str:
-    """What is compared, as text."""
+def against(match: Match) -> list[Section]:
+    """What is held against each other, of which nothing is written into while it is read. Raises VerificationError."""
     sections = [original(match, result) for result in (match.output, *(s.node for s in match.sums))]
-    return "\n\n".join(s.text() for s in (*sections, *(rewritten(match) or ())))
+    sections += rewritten(match) or ()
+    for stale in (s.stale() for s in sections):
+        if stale is not None:
+            raise VerificationError(f"the program reads {stale} before it writes into it; a kernel would read it after")
+    return sections
 
 
 Drawn = tuple[list[Tensor], Tensor, list[int]]
@@ -229,40 +236,49 @@ def only(judged: Judged, of: Tensor) -> Judged:
 
 
 def judge_gradients(
-    match: Match, drawn: Drawn, launch: Launch, backward: Gradients, sizes: Mapping[str, int]
+    match: Match, drawn: Drawn, launch: Launch, backward: Gradients | None, sizes: Mapping[str, int]
 ) -> Callable[[], Verdict | None]:
     """What runs the kernels, and finds the first failed verdict on a gradient: of Q, K, V, and of all else that learns.
-    None where all agree. What is right has been computed."""
+    None where all agree. What is right has been computed. Without a `backward`, gradients are recomputed."""
     region = match.region
     (tensors, out, lengths), device = drawn, drawn[1].device
     generator = torch.Generator(device).manual_seed(1)
     grad = torch.randn(out.shape, device=device, generator=generator).to(out.dtype)
     given = zip(region.operands, tensors, strict=True)
     wanted = [i for i, (o, t) in enumerate(given) if o.name in held(match) and t.is_floating_point()]
-    lse = log_sums(match, sizes, device)
-    rows = lse.shape[: len(region.batch) + 1]
+    rows = [*(sizes[v.name.upper()] for v in region.batch), sizes["M"]]
     summed = any(learns(s.node) for s in match.sums)
     grad_lse = torch.randn(rows, device=device, generator=generator) if summed else None
     eager, right, against = expected_gradients(match, grad, tensors, lengths, wanted, grad_lse)
+    meant = partial(gradients, grad=grad, tensors=tensors, sizes=lengths, wanted=wanted, grad_lse=grad_lse)
 
-    def judged() -> Verdict | None:
+    def by_kernels() -> tuple[list[Tensor], Tensor]:
+        lse = log_sums(match, sizes, device)
         launch(out, tensors, lengths, lse)
         grads = [torch.full_like(t, float("nan")) if i in wanted else None for i, t in enumerate(tensors)]
         more = [lse.new_zeros(rows) if grad_lse is None else grad_lse] if region.lse else []
+        assert backward is not None
         backward(grads, out, grad, lse, *more, tensors, lengths)
+        return [g for g in grads if g is not None], whole(lse, region)
+
+    def judged() -> Verdict | None:
+        got, lse = by_kernels() if backward else (meant(region), evaluate_lse(region, tensors, lengths, torch.float32))
         exact = right
-        if region.empty_row == "nan" and bool((whole(lse, region) == -math.inf).any()):
+        if region.empty_row == "nan" and bool((lse == -math.inf).any()):
             # Such a row's weights are NaN, and so is eager's gradient of V; in the kernel it takes no part.
-            without = gradients(replace(region, empty_row="zero"), grad, tensors, lengths, wanted, grad_lse)
+            without = meant(replace(region, empty_row="zero"))
             exact = [torch.where(x.isnan(), y, x) for x, y in zip(right, without, strict=True)]
-        for i, mine, best in zip(wanted, eager, exact, strict=True):
-            o, got = region.operands[i], grads[i]
-            assert got is not None
-            judged = Judged(got, mine, best, f"{against}, for the gradient of {o.name}")
-            coarse = max(o.dtype, region.out_dtype, key=lambda t: FLOOR[getattr(torch, t)])
-            verdict = judge(judged, coarse, GRADIENT_MULTIPLE * floor_of(coarse, region, device))
-            if not verdict.passed:
-                return verdict
-        return None
+        operands = [region.operands[i] for i in wanted]
+        compared = zip(operands, got, eager, exact, strict=True)
+        verdicts = (judge_gradient(match, o, Judged(x, e, y, against), device) for o, x, e, y in compared)
+        return next((v for v in verdicts if not v.passed), None)
 
     return judged
+
+
+def judge_gradient(match: Match, operand: Operand, judged: Judged, device: torch.device) -> Verdict:
+    """The verdict on the gradient of one operand."""
+    region = match.region
+    coarse = max(operand.dtype, region.out_dtype, key=lambda t: FLOOR[getattr(torch, t)])
+    judged = replace(judged, against=f"{judged.against}, for the gradient of {operand.name}")
+    return judge(judged, coarse, GRADIENT_MULTIPLE * floor_of(coarse, region, device))
