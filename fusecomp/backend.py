@@ -88,9 +88,11 @@ def _inductor(mode: str | None) -> Callable[[GraphModule, Sequence[Any]], Callab
     from torch._inductor import list_mode_options
     from torch._inductor.compile_fx import compile_fx
 
+    from fusecomp.running.unmatched import patches
+
     call_functions()
-    patches = dict(list_mode_options(mode)) if mode else {}
-    return lambda gm, inputs: compile_fx(gm, list(inputs), config_patches=patches or None)
+    own = dict(list_mode_options(mode)) if mode else {}
+    return lambda gm, inputs: compile_fx(gm, list(inputs), config_patches=own | patches())
 
 
 def rewritten(gm: GraphModule, values: Sequence[Any], options: Options) -> GraphModule:

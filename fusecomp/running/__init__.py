@@ -7,5 +7,6 @@
     original, rewritten, unkind, subgraph       the program between them, as it was written and as it was read
     cache                                       kernels and verdicts on disk
     operator, substitute, sums, visits, layout  what stands in the graph instead
+    unmatched                                   what is left of a graph, kept from Inductor's own patterns
     calls, inductor, direct, replay, launcher   what a call of it costs the host, made small
 """
