@@ -1,5 +1,6 @@
-"""What fusecomp leaves alone, Inductor's own patterns of attention leave alone too: they replace some of what they match
-by another function."""
+"""What fusecomp leaves alone, Inductor's own patterns of attention leave alone too: some of it they replace
+by another function.
+"""
 
 from __future__ import annotations
 
