@@ -31,6 +31,8 @@ class Case(Workload):
     """Packed: a query sees the keys up to its own whose label is its own."""
     page: int = 0
     """K and V in pages of so many keys, found through a table; 0: dense."""
+    latent: bool = False
+    """In pages: V is the first columns of K."""
 
     @property
     def given(self) -> dict[str, Any]:
@@ -80,7 +82,7 @@ class Case(Workload):
         number = Load("table", (B, apply("floordiv", KV_IDX, Const(self.page))), "int32")
         at = (number, apply("mod", KV_IDX, Const(self.page)), apply("floordiv", H, Const(self.heads // self._kv)))
         (product,), dtype = dense.products, dense.pv_dtype
-        pools = [(product.k.operand, product.d), (dense.v.operand, dense.dv)]
+        pools = [(product.k.operand, product.d), (dense.v.operand, dense.dv)][: 1 if self.latent else 2]
         shape = (Size("P"), Const(self.page), Const(self._kv))
         operands = [
             dense.operand("q"),
@@ -88,7 +90,7 @@ class Case(Workload):
             Operand("table", (B.size, Size("W")), "int32"),
             Operand("lengths", (B.size,), "int32"),
         ]
-        k, v = (Access(name, (*at, d)) for name, d in pools)
+        k, v = (Access(pools[i][0], (*at, d)) for i, d in ((0, product.d), (-1, dense.dv)))
         seen: Expr = apply("lt", KV_IDX, Load("lengths", (B,), "int32"))
         return replace(dense, operands=tuple(operands), products=(replace(product, k=k),), v=v, keep=(seen,))
 
@@ -133,6 +135,9 @@ def _decode() -> list[Case]:
     rows += [(held, dense, (16, 8192)), (held, dense, (1, 4096)), ({**grouped, "m": 4}, dense, (16, 4096))]
     rows += [({**grouped, "heads": 16, "d": 256}, dense, (8, 4096))]
     rows += [(grouped, how, (256, 256)) for how in (dense, paged)]
+    latent = {"kind": "decode", "m": 1, "d": 576, "dv": 512, "kv_heads": 1, "page": 64, "latent": True}
+    wide = [(128, (32, 4096)), (16, (32, 4096)), (128, (4, 16384))]
+    rows += [({**latent, "heads": h}, dense, shape) for h, shape in wide]
     return [Case(n=n, batch=b, **{**what, **how}) for what, how, (b, n) in rows]
 
 

@@ -31,7 +31,7 @@ class Launch:
         self.runs = runs
         """Whether the kernel is told which run of keys each query sees."""
         self.known, self.at = facts(region), lengths(region, sizes)
-        fitted = ALLOCATED, RATES, *(_decoding()[1:] if decode else (FITTED,))
+        fitted = ALLOCATED, RATES, *(_decoding()[1:3] if decode else (FITTED,))
         found = of_region(self.known), of_device(device, self.known), self._of_lengths()
         self.fixed = {name: x for held in (*fitted, *found) for name, x in held.items()}
         self.describable = not decode and device.descriptors and self.known.describable
@@ -74,9 +74,10 @@ class Launch:
         }
 
     def _held(self, tile: Tile) -> dict[str, float]:
-        """Of decoding: what programs that share a multiprocessor leave each other."""
+        """Of decoding: what programs that share a multiprocessor leave each other, and what eight warps take."""
         most = share_of_registers(self.device, tile.resident * tile.warps) if self.decode and tile.resident else 0
-        return {"REGS_MAX": most, "CAP": most} if most else {"CAP": 0}
+        wide = _decoding()[3] if self.decode and tile.warps > 4 else {}
+        return {"CAP": most} | ({"REGS_MAX": most} if most else {}) | wide
 
     def _of_lengths(self) -> dict[str, float]:
         loaded = [elements(x, self.sizes) * WIDTH.get(x.dtype, 1) for x in self.known.loads]
@@ -107,11 +108,11 @@ def in_part(seen: Visits, rows: int, square: float, shown: float) -> Visits:
     return Visits(visited, min(visited, math.ceil(rows * (1 + square))), longest)
 
 
-def _decoding() -> tuple[Model, dict[str, float], dict[str, float]]:
+def _decoding() -> tuple[Model, dict[str, float], dict[str, float], dict[str, float]]:
     """The page of decoding and its constants, when first asked for: sympy takes as long for it as for all others."""
-    from fusecomp.planning.cost_decode import DECODE, DECODE_FITTED, DECODE_REGISTERS
+    from fusecomp.planning.cost_decode import DECODE, DECODE_FITTED, DECODE_REGISTERS, DECODE_WIDE
 
-    return DECODE, DECODE_FITTED, DECODE_REGISTERS
+    return DECODE, DECODE_FITTED, DECODE_REGISTERS, DECODE_WIDE
 
 
 REGISTER_UNIT = 8

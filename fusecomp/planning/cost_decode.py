@@ -36,6 +36,8 @@ DECODE_REGISTERS = {
     "DECODE_VECTOR": 4.8,  # for each 16 bytes of K and V that it loads, which it holds while they go through a product
 }
 """Fitted on the kernels of decoding compiled for sm_90."""
+DECODE_WIDE = dict(zip(DECODE_REGISTERS, (86.0, 1.2, 1.9), strict=True))
+"""The same where eight warps share a tile: fitted on kernels of latent caches, D 576 and Dv 512."""
 
 BEGIN, START, LOOK, ARRIVE, STEP, EACH, CROSS, KNEE, SPILL, STREAM, COMBINE = symbols(
     "BEGIN START LOOK ARRIVE STEP EACH CROSS KNEE SPILL STREAM COMBINE"

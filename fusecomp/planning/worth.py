@@ -7,7 +7,7 @@ from itertools import product
 
 from fusecomp.planning.candidate import Launch
 from fusecomp.planning.chunks import power
-from fusecomp.planning.resources import in_tensor_memory
+from fusecomp.planning.resources import in_tensor_memory, instruction
 from fusecomp.planning.tile import Tile
 
 RESIDENT = (0, 1, 2, 4)
@@ -20,6 +20,9 @@ TABLED = (4,), (2, 3)
 NARROW = (2,), (3,)
 """Of decoding whose keys and values have 8 bits. They are converted on the way, which takes as long as their way: two
 warps share less of it, and a tile more is under way (probes_h200.json)."""
+WIDE, SUMS = ((8,), (1, 2)), 128 * 128
+"""Of decoding whose float32 sums are more than SUMS, which four warps cannot hold: latent caches, where 64 heads that
+share a tile read each key once (tiles_h200.json)."""
 SIDES = (16, 32, 64, 128)
 
 
@@ -29,15 +32,26 @@ def candidates(launch: Launch, describable: bool = False, pack: int = 1) -> Iter
     Descriptors fill what wgmma or tcgen05 reads, ahead of it."""
     ways = ("pointer", "descriptor") if describable and launch.describable else ("pointer",)
     tallest = max(16, power(launch.at.m * pack))
-    schedules = NARROW if launch.known.held == 1 else TABLED if launch.known.looked_up else ((2, 4), (2, 3))
-    resident = RESIDENT if unsplit(launch, pack) else RESIDENT[1:]
-    how = (*schedules, ways, resident) if launch.decode else ((4, 8), (1, 2, 3, 4), ways, (0,))
-    for block_m, block_n, warps, stages, loads, resident in product(SIDES, SIDES, *how):
-        fits = pack <= block_m <= tallest and (warps <= 4 or block_m * block_n >= 64 * 64)
-        if fits and (loads == "pointer" or (block_m >= 64 and stages > 1)):
-            tile = Tile(block_m, block_n, warps, stages, pack, loads, resident)
-            if in_tensor_memory(tile, launch.known, launch.device) and at_once(launch, tile):
-                yield tile
+    shares = (RESIDENT if unsplit(launch, pack) else RESIDENT[1:]) if launch.decode else (0,)
+    for block_m in (rows for rows in SIDES if pack <= rows <= tallest):
+        for block_n, warps, stages, loads, resident in product(SIDES, *schedules(launch, block_m), ways, shares):
+            busy = warps <= 4 or block_m * block_n >= 64 * 64
+            if busy and (loads == "pointer" or (block_m >= 64 and stages > 1)):
+                tile = Tile(block_m, block_n, warps, stages, pack, loads, resident)
+                if in_tensor_memory(tile, launch.known, launch.device) and at_once(launch, tile):
+                    yield tile
+
+
+def schedules(launch: Launch, rows: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Warps and stages of tiles of so many rows."""
+    known = launch.known
+    if not launch.decode:
+        return (4, 8), (1, 2, 3, 4)
+    if known.held == 1:
+        return NARROW
+    if rows * known.wide_v > SUMS and instruction(known, launch.device, rows, *WIDE[0]) == "wgmma":
+        return WIDE
+    return TABLED if known.looked_up else ((2, 4), (2, 3))
 
 
 def at_once(launch: Launch, tile: Tile) -> bool:
