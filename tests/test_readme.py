@@ -82,7 +82,7 @@ TRAINED = rows(README, "(`examples/train_gpt2.py`, `gpt2_h200.json`")
 def test_training(model: str, size: str, cells: list[str]) -> None:
     b, n = map(int, size.split(" x "))
     known = {
-        r["backend"]: f"{three(r['ms'])} ms, {r['peak_gib']:.1f} GiB"
+        r["backend"]: f"{three(r['ms'])} ms, {r['peak_gib']:.1f} GiB" if r["ms"] else "out of memory"
         for r in rows_of("gpt2_h200.json")
         if (r["model"], r["b"], r["n"]) == (model.replace("-large", " large"), b, n)
     }
