@@ -189,14 +189,28 @@ def test_derivative_of_two_arguments(op: str) -> None:
 
 
 def test_a_quotient_of_what_vanishes() -> None:
-    """sinc near 0: the parts of its derivative are 1 / x large and cancel, so that they are divided by x as one."""
+    """The parts of its derivative are 1 / x large and cancel, so that they are divided by x as one."""
+    assert str(d_score(apply("div", apply("tanh", score), score))).count(" / ") == 2
+
+
+def test_sinc_near_0() -> None:
+    """Its derivative keeps the digits of float32, of which a quotient's cancel: sin(x) / x is almost cos(x)."""
     e = POINTWISE["sinc"](score)
     assert e is not None
-    x = torch.linspace(-2.0, 2.0, 9, dtype=torch.float64)
-    env = replace(bind(REGIONS["plain"], qkv(16), SIZES), scores=(x.requires_grad_(),))
-    (expected,) = torch.autograd.grad(torch.sinc(x).sum(), x)
-    torch.testing.assert_close(evaluate_expr(d_score(e), env), expected)
-    assert str(d_score(e)).count(" / ") == 2
+    x = torch.cat([torch.linspace(-2.1, 2.0, 9), torch.tensor([1e-2, 1e-3, 1e-4])])
+    exact = x.double().requires_grad_()
+    expected = torch.autograd.grad(torch.sinc(exact).sum(), exact)[0]
+    env = bind(REGIONS["plain"], qkv(16), SIZES)
+    found = evaluate_expr(d_score(e), replace(env, scores=(x,), dtype=x.dtype))
+    torch.testing.assert_close(found, expected.float(), rtol=2e-6, atol=0.0)
+    assert_derivative(e, exact, replace(env, scores=(exact,)))
+
+
+def test_sines_divided_by_another_number() -> None:
+    e = apply("div", apply("sin", score), times(score, 2.0))
+    x = torch.linspace(-2.1, 2.0, 7, dtype=torch.float64, requires_grad=True)
+    assert_derivative(e, x, replace(bind(REGIONS["plain"], qkv(16), SIZES), scores=(x,)))
+    assert " < " not in str(d_score(e))
 
 
 def assert_derivative(e: Expr, x: Tensor, env: object) -> None:
