@@ -93,7 +93,8 @@ def _derivative(e: Expr, x: Score | Load, walk: Callable[[Expr], Expr]) -> Expr:
 def _slope_of_sinc(f: Expr, x: Expr) -> Expr:
     """(cos x - f) / x of f = sin x / x. Near 0 the parts of it are alike up to x^2 / 3, and float32 keeps few digits of
     their difference: where x^2 < 1 it is a series, -x / 3 + x^3 / 30 - x^5 / 840 .."""
-    square, near = apply("mul", x, x), ZERO
+    near: Expr = ZERO
+    square = apply("mul", x, x)
     for k in range(SERIES, 0, -1):
         near = _sum(Const((-1.0) ** k * 2 * k / math.factorial(2 * k + 1)), _product(square, near))
     far = _over(apply("sub", apply("cos", x), f), x)

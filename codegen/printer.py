@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 
 from fusecomp.errors import KernelError
 from fusecomp.ir.expr import Apply, Cast, Const, Expr, Load, Score, Size, Var, dtype_kind, kind, parts, variables
+from fusecomp.ir.poly import Monomial, poly
 from fusecomp.ir.primitives import ATOM, COMPARE, PLUS, TIMES, UNARY
 
 BIT_AND, BIT_XOR, BIT_OR, TEST = 5, 6, 7, 8
@@ -138,12 +139,13 @@ def as_float(x: Expr, names: Names) -> tuple[str, int]:
 
 
 def _is_sum(x: Expr) -> bool:
-    match x:
-        case Var() | Size() | Const():
-            return True
-        case Apply("add" | "sub" | "mul" | "neg", args):
-            return all(map(_is_sum, args))
-    return False
+    """Whether float32 holds all steps of a sum of indices, up to a million of them: products of two it may round."""
+    return all(isinstance(f, Var | Size) for m in poly(x) for f in m) and all(map(_held_in_float32, poly(x).items()))
+
+
+def _held_in_float32(term: tuple[Monomial, int]) -> bool:
+    monomial, c = term
+    return len(monomial) < 2 and abs(c) <= (2**4 if monomial else 2**24)
 
 
 def _cast(x: Expr, dtype: str, names: Names) -> str:
@@ -155,6 +157,8 @@ def _cast(x: Expr, dtype: str, names: Names) -> str:
     if dtype == "bool":
         return f"({body} != 0)"
     through = ".to(tl.float32)" if whole and dtype in HALF and (body, level) == plain else ""
+    if isinstance(x, Size) and dtype == "int64":  # a number, or a constant of the kernel's, which has no methods
+        return body if names.torch else f"tl.cast({body}, tl.int64)"
     body = body if level == ATOM else f"({body})"
     if exact and variables(x) & {v.name for v in names.floats if isinstance(v, Var)} and _is_sum(x):
         return body

@@ -38,6 +38,7 @@ from fusecomp.graph.facts import (
 from fusecomp.graph.learning import cut, learns
 from fusecomp.ir.algebra import ZERO, apply, const
 from fusecomp.ir.expr import Const, Expr, Load, Reduce, Var, dtype_kind, parts, variables
+from fusecomp.ir.widths import may_wrap
 from fusecomp.patterns.contraction import Contraction, contraction
 
 Index = tuple[Expr, ...]
@@ -101,6 +102,8 @@ class Lift:
     """Nodes that are leaves whatever they compute."""
     widened: set[str] = field(default_factory=set)
     """Tensors of fewer than 64 bits that the graph computes with in int64."""
+    wrapped: set[str] = field(default_factory=set)
+    """Tensors of int32 that may hold what passed 2^31."""
     reductions: dict[Expr, Node] = field(default_factory=dict)
     """The nodes that sums and maxima were lifted from."""
     rules: dict[str, Rule] = field(default_factory=lambda: RULES)
@@ -169,7 +172,7 @@ class Lift:
         finally:
             self.at = before
         stops = lifted is not None and not self.holds_score(lifted) and (cut(node) or self.scatters(lifted))
-        if lifted is None or self.stale(lifted, node) or stops:
+        if lifted is None or self.stale(lifted, node) or stops or self.wraps(lifted, node):
             self.visited.clear()
             return self.leaf(node, index)
         self.visited.add(node)
@@ -184,6 +187,13 @@ class Lift:
             return False
         read = [self.facts.names[x.tensor] for x in parts(e) if isinstance(x, Load)]
         return any(self.facts.written_between(x, self.facts.position[node] - 1, self.limit) for x in read)
+
+    def wraps(self, e: Expr, node: Node) -> bool:
+        """Whether an int32 may pass 2^31, where the graph's own begins anew at -2^31: no arithmetic here says so. Nor
+        does it of what is computed from such."""
+        found = dtype(node) == "int32" and may_wrap(e, self.wrapped)
+        self.wrapped |= {node.name} if found else set()
+        return found
 
     def scatters(self, e: Expr) -> bool:
         """Whether something that learns is read at the distance of query and key, or the like: its gradient is a

@@ -13,6 +13,7 @@ from fusecomp.graph.facts import dtype, label, op_name, shape, size_expr, value
 from fusecomp.ir.algebra import ZERO, const, draws, substitute
 from fusecomp.ir.expr import Apply, Cast, Const, Expr, Load, Size, Var, kind, transform
 from fusecomp.ir.region import Access, AttentionRegion, Operand
+from fusecomp.ir.widths import in_64_bits, place_in_64_bits, widened
 from fusecomp.patterns.lift import Decline, Lift
 from fusecomp.patterns.masks import oriented
 from fusecomp.patterns.products import Found, Pair
@@ -74,6 +75,9 @@ class Naming:
     """A product of Q and K -> the score that it is."""
 
     def expr(self, e: Expr) -> Expr:
+        return self._named(in_64_bits(e))
+
+    def _named(self, e: Expr) -> Expr:
         return oriented(transform(transform(self._widened(e), self.products.get), self._renamed))
 
     def _widened(self, e: Expr) -> Expr:
@@ -81,7 +85,7 @@ class Naming:
 
         def factor(x: Expr) -> Expr:
             narrow = (y for y in values(x) if isinstance(y, Load) and y.dtype != "int64")
-            return Cast(x, "int64") if any(y.tensor in self.lift.widened for y in narrow) else x
+            return widened(x) if any(y.tensor in self.lift.widened for y in narrow) else x
 
         def rule(x: Expr) -> Expr | None:
             match x:
@@ -108,7 +112,8 @@ class Naming:
         length 1: what one query reads does not vary with it."""
         q_idx = self.sizes.found.index("q_idx")
         alone = q_idx.size == const(1) or (length == const(1) and i == q_idx)
-        return transform(self._widened(substitute(i, {q_idx: ZERO}) if alone else i), self._renamed)
+        i = place_in_64_bits(substitute(i, {q_idx: ZERO}) if alone else i)
+        return transform(self._widened(i), self._renamed)
 
     def index(self, v: Var) -> Var:
         named = self.expr(v)
@@ -116,11 +121,11 @@ class Naming:
         return named
 
     def access(self, x: Load) -> Access:
-        return Access(self.names[x.tensor], tuple(map(self.expr, x.index)))
+        return Access(self.names[x.tensor], tuple(self._named(place_in_64_bits(i)) for i in x.index))
 
     def operands(self) -> tuple[Operand, ...]:
         nodes = {to: self.lift.reads[name].node for name, to in self.names.items()}
-        return tuple(Operand(to, tuple(map(self.expr, shape(n))), dtype(n), label(n)) for to, n in nodes.items())
+        return tuple(Operand(to, tuple(map(self._named, shape(n))), dtype(n), label(n)) for to, n in nodes.items())
 
 
 class Lengths:

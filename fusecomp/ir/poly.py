@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from functools import lru_cache
 
-from fusecomp.ir.expr import Apply, Const, Expr, Load, Size, Var, parts
+from fusecomp.ir.expr import Apply, Cast, Const, Expr, Load, Size, Var, kind, parts
 
 Monomial = tuple[Expr, ...]
 Poly = dict[Monomial, int]
@@ -134,6 +134,8 @@ def _bound(factor: Expr, c: int) -> Poly | None:
             return {} if c >= 0 else _highest(plus(poly(size), {(): 1}, -1))
         case Size():
             return {(): 1, (factor,): 1}
+        case Cast(x, "int64") if kind(x) == "int":
+            return _lowest(poly(x)) if c >= 0 else _highest(poly(x))
         case Apply("abs") if c >= 0:
             return {}
         case Apply("floordiv" | "mod", (a, _)) if c >= 0 and is_natural(a):

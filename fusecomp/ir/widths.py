@@ -1,0 +1,76 @@
+"""How large an integer may come to be by its positions alone: kernels hold those in 32 bits.
+
+    kv_idx q_idx 7       7 N M            q_idx // 16       M / 16            kv_idx mod 5       5
+
+Of a length that is only known at run time this takes 2^26. What is read from a tensor counts for nothing here: its
+products have the bits that the program gives them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Container
+
+from fusecomp.ir.expr import Apply, Cast, Const, Expr, Load, Size, Var, kind, parts, transform
+from fusecomp.ir.poly import from_poly, poly
+
+LONGEST = 2**26
+POLYNOMIAL = ("add", "sub", "mul", "neg")
+
+
+def magnitude(e: Expr) -> int:
+    """|e| is at most this, of an integer."""
+    match e:
+        case Const(int(value)):
+            return abs(value)
+        case Size():
+            return LONGEST
+        case Var(_, size) | Apply("mod", (_, size)):
+            return magnitude(size)
+        case Apply("floordiv", (x, Const(int(c)))) if c > 0:
+            return magnitude(x) // c + 1
+        case Apply("abs" | "floordiv", (x, *_)):
+            return magnitude(x)
+        case Apply("max" | "min" | "where", args):
+            return max(map(magnitude, args[-2:]))
+        case Cast(x):
+            return magnitude(x) if kind(x) == "int" else 1
+        case Apply(op) if op in POLYNOMIAL:
+            return sum(abs(c) * math.prod(map(magnitude, m)) for m, c in poly(e).items())
+    return 0
+
+
+def passes(e: Expr) -> bool:
+    """Whether a sum or a product may pass 2^31."""
+    return isinstance(e, Apply) and e.op in POLYNOMIAL and kind(e) == "int" and magnitude(e) >= 2**31
+
+
+MANY = 2**16
+"""Numbers of data are smaller, in int32, than what passes 2^31 when it is multiplied by so many."""
+
+
+def may_wrap(e: Expr, wrapped: Container[str] = ()) -> bool:
+    """Whether arithmetic may pass 2^31: its positions, data times a large number, or a tensor of `wrapped`."""
+    if not (isinstance(e, Apply) and e.op in POLYNOMIAL and kind(e) == "int"):
+        return False
+    data = [(x, abs(c)) for m, c in poly(e).items() for f in m for x in parts(f) if isinstance(x, Load)]
+    return passes(e) or any(c >= MANY or x.tensor in wrapped for x, c in data)
+
+
+def in_64_bits(e: Expr) -> Expr:
+    """`e`, the sums in it that may pass 2^31 of numbers in int64. Where it reads is left as it is."""
+    return transform(e, lambda x: x if isinstance(x, Load) else _factors(x, widened) if passes(x) else None)
+
+
+def place_in_64_bits(e: Expr) -> Expr:
+    """The same of an index, whose own sum is taken apart for the address (codegen/address.py)."""
+    return _factors(e, in_64_bits) if passes(e) else in_64_bits(e)
+
+
+def widened(e: Expr) -> Expr:
+    """`e` in int64."""
+    return e if getattr(e, "dtype", None) == "int64" else Cast(in_64_bits(e), "int64")
+
+
+def _factors(e: Expr, change: Callable[[Expr], Expr]) -> Expr:
+    return from_poly({tuple(map(change, m)): c for m, c in poly(e).items()})
