@@ -153,7 +153,7 @@ def _cast(x: Expr, dtype: str, names: Names) -> str:
     whole = kind(x) == "int"
     exact = whole and dtype == "float32"
     plain = show(x, names)
-    body, level = as_float(x, names) if whole else plain
+    body, level = as_float(x, names) if whole and dtype_kind(dtype) == "float" else plain
     if dtype == "bool":
         return f"({body} != 0)"
     through = ".to(tl.float32)" if whole and dtype in HALF and (body, level) == plain else ""

@@ -162,3 +162,4 @@ def test_products_are_whole_numbers_before_they_are_real() -> None:
     names = Names({}, {ROW: "q_pos", KEY: "kv_pos"})
     assert triton_text(apply("mul", squares, Const(0.5)), names) == "(kv_idx * kv_idx - q_idx * q_idx) * 0.5"
     assert triton_text(apply("mul", apply("sub", KEY, ROW), Const(0.5)), names) == "(kv_pos - q_pos) * 0.5"
+    assert triton_text(in_64_bits(apply("mul", KEY, ROW)), names) == "kv_idx.to(tl.int64) * q_idx.to(tl.int64)"
