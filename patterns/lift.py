@@ -40,6 +40,7 @@ from fusecomp.ir.algebra import ZERO, apply, const
 from fusecomp.ir.expr import Const, Expr, Load, Reduce, Var, dtype_kind, parts, variables
 from fusecomp.ir.widths import may_wrap
 from fusecomp.patterns.contraction import Contraction, contraction
+from fusecomp.patterns.promotion import promoted, widens
 
 Index = tuple[Expr, ...]
 Rule = Callable[["Lift", Node, Index], Expr | None]
@@ -261,12 +262,6 @@ def functional_name(node: Node) -> str:
     return name[:-1] if name.endswith("_") and written_arguments(node) else name
 
 
-def widens(node: Node) -> bool:
-    """Whether a number of fewer bits becomes an int64."""
-    given = [dtype(n) for n in node.all_input_nodes if is_tensor(n)]
-    return dtype(node) == "int64" and any(d != "int64" and dtype_kind(d) == "int" for d in given)
-
-
 def shares_memory(node: Node) -> bool:
     """Whether a rearranging operation returned its input's memory."""
     source = next((a for a in node.args if isinstance(a, Node) and is_tensor(a)), None)
@@ -284,7 +279,7 @@ def broadcast(index: Index, outer: Sequence[Expr], inner: Sequence[Expr]) -> Ind
 def lift_argument(lift: Lift, node: Node, x: Any, index: Index) -> Expr:
     """An argument of a pointwise operation at `index` of the result: tensors broadcast, numbers are themselves."""
     if is_tensor(x):
-        return lift.lift(x, broadcast(index, shape(node), shape(x)))
+        return promoted(node, x, lift.lift(x, broadcast(index, shape(node), shape(x))))
     return lift.scalar(x)
 
 

@@ -18,6 +18,7 @@ from fusecomp.ir.expr import Const, Expr, dtype_kind, kind, variables
 from fusecomp.ir.poly import is_natural
 from fusecomp.patterns import activations as act
 from fusecomp.patterns.lift import RULES, Decline, Index, Lift, argument, lift_argument, rule, runs_over_keys
+from fusecomp.patterns.promotion import single
 from fusecomp.patterns.reductions import reduced
 from fusecomp.patterns.rounding import absorbed, compared, retyped, rounds, stored, truth
 from fusecomp.patterns.scalars import (
@@ -231,6 +232,7 @@ def casted(lift: Lift, node: Node, index: Index) -> Expr | None:
     coarse = any(v.is_floating_point() and v.dtype.itemsize < BYTES for v in tensors)
     if (dtype_kind(to) == "int" or coarse) and lift.holds_score(e):
         raise Decline(f"scores are rounded to {to}", node, "keep them in a floating-point dtype of 16 bits")
+    e = e if to == "float64" or lift.holds_score(e) else single(e)
     return None if coarse else retyped(e, to)
 
 

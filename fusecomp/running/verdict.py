@@ -17,8 +17,10 @@ from fusecomp.ir.region import AttentionRegion
 
 EAGER_MULTIPLE = 4.0
 """A fused kernel may err this many times as much as eager does."""
-FLOOR = {torch.float32: 32 * 2.0**-23, torch.bfloat16: 2 * 2.0**-7, torch.float16: 4 * 2.0**-10}
-"""Relative error that is always allowed: what rounding the output alone may cost."""
+SINGLE = 32 * 2.0**-23
+FLOOR = {torch.float64: SINGLE, torch.float32: SINGLE, torch.bfloat16: 2 * 2.0**-7, torch.float16: 4 * 2.0**-10}
+"""Relative error that is always allowed: what rounding the output alone may cost. In float64 there are only gradients,
+of what kernels read in float32."""
 TF32 = 4 * 2.0**-10
 """The same where Q, K, P and V are cut to TF32, whose numbers lie as far apart as those of float16."""
 MISREAD = {torch.float32: 0.02, torch.bfloat16: 0.5, torch.float16: 0.5}
