@@ -161,6 +161,7 @@ def product(spec: Contraction, column: str, gone: bool, filled: bool) -> Callabl
 
     def taken(left: Tensor, values: Tensor) -> Tensor:
         values = torch.ones_like(values.narrow(at, 0, 1)) if filled else values
+        values = values if values.dtype == left.dtype else values.to(left.dtype)  # as beside what is wider in a cat
         right, out = without_ones(values, spec.right_axes), spec.out_axes
         if gone:
             right = right.reshape([n for a, n in zip(axes, right.shape, strict=True) if a != column])

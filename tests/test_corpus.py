@@ -89,6 +89,7 @@ QUICK = {
     "tokens_chosen_by_head", "scale_and_zero_of_each_token", "halves_of_the_table", "soft_cap_after_the_mask",
     "transformer_xl", "looks_one_window_back", "no_key_for_the_first_query", "tree_of_parents", "four_index_arrays",
     "ones_column", "ones_column_near", "keys_assigned_for_each_request", "sigmoid_normalised",
+    "ones_column_of_wider_numbers",
     "sigmoid_normalised_near", "softplus_masked_by_choice", "relu_over_its_sum", "sigmoid_masked_and_deferred",
     "safe_softmax_by_where", "rows_without_keys_filled", "rows_without_keys_filled_near", "rows_without_keys_counted",
     "one_number_as_a_value", "one_number_as_a_value_near", "chunks_look_back", "documents_by_search",

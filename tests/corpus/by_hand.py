@@ -18,6 +18,14 @@ def ones_column(q: Tensor, k: Tensor, v: Tensor, near: bool = False) -> Tensor:
     return o[..., :-1] / (o[..., :1] if near else o[..., -1:])
 
 
+@CASES.pair(dtypes=FULL)
+def ones_column_of_wider_numbers(q: Tensor, k: Tensor, v: Tensor, near: bool = False) -> Tensor:
+    """Beside them the values are widened too."""
+    e = scores(q, k).exp()
+    o = e @ torch.cat([v.bfloat16(), torch.ones_like(v[..., :1])], -1)
+    return o[..., :-1] / (o[..., :1] if near else o[..., -1:])
+
+
 @CASES.pair()
 def ones_column_after_the_maximum(q: Tensor, k: Tensor, v: Tensor, near: bool = False) -> Tensor:
     s = scores(q, k)
