@@ -15,6 +15,7 @@ from fusecomp.codegen.frame import Frame
 from fusecomp.codegen.launcher import call, held, no_keys, rounded_up, unpacked
 from fusecomp.codegen.memory import output_row
 from fusecomp.codegen.printer import triton_dtype, triton_text
+from fusecomp.codegen.program import emptied
 from fusecomp.codegen.schedule import count, decoded
 from fusecomp.ir.region import extent
 
@@ -56,7 +57,7 @@ def row_of_output(frame: Frame) -> Lines:
 
 def store_combined(frame: Frame) -> Lines:
     """O = acc / row_sum, rounded."""
-    lines = [] if frame.region.empty_row == "nan" else ["row_sum = tl.where(row_sum == 0.0, 1.0, row_sum)"]
+    lines = emptied(frame, ["acc"], "row_sum")
     pointer, places = output_row(frame)
     value = f"(acc / row_sum).to({triton_dtype(frame.region.out_dtype)})"
     place = sum_text(places, frame.names.having({frame.region.dv: "dv"}), wide=False)

@@ -44,7 +44,7 @@ from fusecomp.codegen.launcher import parameters, unspecialised, wrapped
 from fusecomp.codegen.logsumexp import place, store_lse
 from fusecomp.codegen.memory import element_pointers, fixed_loads, output_index
 from fusecomp.codegen.printer import FLOAT_MAX, atom, literal, triton_dtype, triton_text
-from fusecomp.codegen.program import ROW_INDICES, decoded, sink_text
+from fusecomp.codegen.program import ROW_INDICES, decoded, emptied, sink_text
 from fusecomp.codegen.skeletons import fill
 from fusecomp.codegen.slope import sloped
 from fusecomp.codegen.source import names_read, tidy
@@ -234,9 +234,7 @@ def _finish(frame: Frame, saves_lse: bool) -> Lines:
         lines.append(f"row_sum = row_sum + {e.exp(f'{sink_text(frame, e)} - row_max')}")
     outer = "outer" if pairs.turning(frame) == frame.batch else f"({place(frame)})"
     lines += [f"outer = {outer}.to(tl.int64)", *store_lse(frame)] if saves_lse else []
-    if frame.region.empty_row == "zero":
-        lines.append("row_sum = tl.where(row_sum == 0.0, 1.0, row_sum)  # a row that sees no key gives 0")
-    return lines
+    return [*lines, *emptied(frame, ["acc"], "gl.convert_layout(row_sum, gl.SliceLayout(1, OUTPUT))[:, None]")]
 
 
 def _attention(frame: Frame, produced: list[str], consumed: list[str]) -> tuple[str, list[str]]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from fusecomp.codegen.base2 import LOG2E, Exponent, scaled
 from fusecomp.codegen.bounds import chain, in_int32
@@ -225,11 +225,21 @@ def stored_rows(frame: Frame) -> str:
     return f"row < tl.minimum(Q_ROWS, {size} - q_start)" if frame.member else f"row < {size} - q_start"
 
 
+def emptied(frame: Frame, accs: Iterable[str], sums: str) -> Lines:
+    """0 for a row that sees no key, and maybe for one of whose scores the softmax is NaN, and so their sum; `sums` of
+    the rows of `accs`."""
+    match frame.region.empty_row:
+        case "zero":
+            return ["row_sum = tl.where(row_sum == 0.0, 1.0, row_sum)  # a row that sees no key gives 0"]
+        case "guarded":
+            rows = [f"{acc} = tl.where({sums} > 0.0, {acc}, 0.0)" for acc in accs]
+            return [*rows, "row_sum = tl.where(row_sum > 0.0, row_sum, 1.0)  # what sees no key, or a NaN, gives 0"]
+    return []
+
+
 def store(frame: Frame, rows: str = "") -> Lines:
     """O = acc / row_sum, rounded, for all rows of the tile or for `rows`."""
-    lines: Lines = []
-    if frame.region.empty_row == "zero":
-        lines.append("row_sum = tl.where(row_sum == 0.0, 1.0, row_sum)  # a row that sees no key gives 0")
+    lines = emptied(frame, [c.name("acc") for c in frame.dv_chunks], "row_sum[:, None]")
     a = output_address(frame)
     lines.append(f"out_base = {' + '.join(['out_ptr', *row_base(frame, a)])}")
     for c in frame.dv_chunks:

@@ -191,7 +191,9 @@ def _softmax(region: AttentionRegion) -> Lines:
         names = names.having({Largest(): "s.detach().amax(dim=-1, keepdim=True)"})
         sink = f"sink = {triton_text(region.sink, names)} + torch.zeros_like(s[..., :1])"
         lines = [sink, "p = torch.softmax(torch.cat([s, sink], dim=-1), dim=-1)[..., :-1]"]
-    if region.empty_row == "zero":
+    if region.empty_row == "guarded":
+        lines.append("p = torch.nan_to_num(p)")
+    elif region.empty_row == "zero":
         lines.append('p = torch.where(s.amax(dim=-1, keepdim=True) == float("-inf"), 0.0, p)')
     if region.weight != Const(1.0):
         body, level = show(region.weight, names)

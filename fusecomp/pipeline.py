@@ -94,7 +94,7 @@ def compile_match(module: GraphModule, match: Match, options: Options) -> Entry:
     base = Entry(0, "fallback", region.origin, region.source, region, sizes, (*sorted(match.learned),))
     if why := refused(match, sizes, options):
         return replace(base, status="declined", reason=why)
-    if options.empty_rows == "zero":
+    if options.empty_rows == "zero" and region.empty_row == "nan":
         match = replace(match, region=replace(region, empty_row="zero"))
     try:
         if handed(match, sizes, options) and (taken := handed_over(match, sizes, options, base)):

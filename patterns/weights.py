@@ -92,7 +92,7 @@ def softmax_weights(e: Expr, key: Var) -> Weights | None:
             return scaled(softmax_weights(x, key), apply("div", const(1.0), w))
         case Apply("where", (Apply("isnan", (x,)), Const(0 | 0.0), y)) if within(y) == x:
             found = softmax_weights(x, key)
-            return found and replace(found, empty_row="zero")
+            return found and replace(found, empty_row="guarded")
         case Apply("where", (c, Const(0 | 0.0), x)) if no_score_is_live(c, x, key):
             found = softmax_weights(x, key)
             return found and replace(found, empty_row="zero")
@@ -110,7 +110,8 @@ def shown(weights: Weights | None, c: Expr) -> Weights | None:
     terms, scores = conjuncts(c), split(weights.scores)
     if scores.keep and scores.fill == -INF and weights.sink is None:
         covered = set(scores.keep) <= set(terms)
-        weights = replace(weights, empty_row="zero" if covered else weights.empty_row, zeroed=not covered)
+        empty = "zero" if covered and weights.empty_row == "nan" else weights.empty_row
+        weights = replace(weights, empty_row=empty, zeroed=not covered)
         terms = tuple(t for t in terms if t not in scores.keep)
     return weights.times(choice(reduce(partial(apply, "and"), terms))) if terms else weights
 

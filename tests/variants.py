@@ -208,7 +208,7 @@ def bias(q: Tensor, k: Tensor, v: Tensor, table: Tensor) -> Tensor:
 
 
 _mask, _mask_load = load(0, q_idx, kv_idx, dtype="bool"), [((M, N), "bool")]
-_zero = attention(scaled_score, _mask, loads=_mask_load, empty_row="zero")
+_zero = attention(scaled_score, _mask, loads=_mask_load, empty_row="guarded")
 _mean = attention(scaled_score, _mask, loads=_mask_load, **filled(MIN, _mask))
 
 

@@ -285,12 +285,12 @@ def softmax(region: AttentionRegion, logits: Tensor, env: Env, out: Tensor | Non
     """softmax over the last axis without the sink's share; empty rows as the region says. `out`: memory to use."""
     if region.subtracted and region.sink is None:
         return (logits - torch.logsumexp(logits, -1, keepdim=True)).exp()
-    empty = (logits == -math.inf).all(-1, keepdim=True) if region.empty_row == "zero" else None
+    empty = (logits == -math.inf).all(-1, keepdim=True) if region.empty_row != "nan" else None
     logits = logits if empty is None else logits.masked_fill(empty, 0.0)
     if region.sink is not None:
         logits, out = torch.cat([logits, sinks(region, logits, env)], -1), None
     p = torch.softmax(logits, -1, out=out)[..., : env.shape[-1]]
-    return p if empty is None else p.masked_fill(empty, 0.0)
+    return p if empty is None else p.masked_fill(empty | p.isnan() if region.empty_row == "guarded" else empty, 0.0)
 
 
 def sinks(region: AttentionRegion, logits: Tensor, env: Env) -> Tensor:

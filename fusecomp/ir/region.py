@@ -85,7 +85,8 @@ class AttentionRegion:
     """Whether log sum exp(S), the sink included, is a result beside O. Where a query sees no key it is -inf, or that
     of `filled_score`."""
     empty_row: str = "nan"
-    """"nan": a row whose scores are all -inf gives NaN, as softmax does; "zero": it gives 0."""
+    """"nan": a row whose scores are all -inf gives NaN, as softmax does; "zero": it gives 0; "guarded": so does a row
+    with a score that is NaN or inf."""
     pv_dtype: str = "float32"
     """The probabilities and V are rounded to this dtype for the second product."""
     out_dtype: str = "float32"
@@ -225,7 +226,7 @@ def describe(region: AttentionRegion) -> Iterator[str]:
     if draws(region.weight):
         yield f"    random  32 uniform bits that depend on its arguments alone (Philox-4x32-7){_shares(region.weight)}"
     weights = "softmax(S)" if region.weight == Const(1.0) else "(W * softmax(S))"
-    empty = ", 0 where no key is seen" if region.empty_row == "zero" else ""
+    empty = {"zero": ", 0 where no key is seen", "guarded": ", 0 where softmax(S) is NaN"}.get(region.empty_row, "")
     yield f"    O = {weights} {_read(region.v, places)}{empty}"
     if region.lse:
         yield f"    lse = log sum exp(S){' with the sink' if region.sink is not None else ''}, beside O"
