@@ -139,6 +139,8 @@ NARROW = [
     apply("ge", ROW, KEY), apply("lt", apply("sub", ROW, KEY), Const(100_000)),
     apply("ge", apply("mul", apply("floordiv", ROW, Const(128)), Const(128)), KEY),
     apply("lt", apply("mul", Var("kv_idx", Const(1 << 20)), Const(1000)), ROW),
+    apply("ge", apply("mul", apply("floordiv", ROW, Size("W")), Size("W")), KEY),
+    apply("lt", apply("sub", ROW, Var("kv_idx", apply("mul", Size("P"), Size("W")))), Const(9)),
 ]  # fmt: skip
 
 

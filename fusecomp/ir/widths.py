@@ -2,8 +2,8 @@
 
     kv_idx q_idx 7       7 N M            q_idx // 16       M / 16            kv_idx mod 5       5
 
-Of a length that is only known at run time this takes 2^26. What is read from a tensor counts for nothing here: its
-products have the bits that the program gives them.
+Of a length that is only known at run time this takes 2^26, also where it is a number of pages times their length. What
+is read from a tensor counts for nothing here: its products have the bits that the program gives them.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import math
 from collections.abc import Callable, Container
 
 from fusecomp.ir.expr import Apply, Cast, Const, Expr, Load, Size, Var, kind, parts, transform
-from fusecomp.ir.poly import from_poly, poly
+from fusecomp.ir.poly import Monomial, from_poly, poly
 
 LONGEST = 2**26
 POLYNOMIAL = ("add", "sub", "mul", "neg")
@@ -25,7 +25,9 @@ def magnitude(e: Expr) -> int:
             return abs(value)
         case Size():
             return LONGEST
-        case Var(_, size) | Apply("mod", (_, size)):
+        case Var(_, size):
+            return magnitude(size) if isinstance(size, Const) else LONGEST
+        case Apply("mod", (_, size)):
             return magnitude(size)
         case Apply("floordiv", (x, Const(int(c)))) if c > 0:
             return magnitude(x) // c + 1
@@ -36,8 +38,17 @@ def magnitude(e: Expr) -> int:
         case Cast(x):
             return magnitude(x) if kind(x) == "int" else 1
         case Apply(op) if op in POLYNOMIAL:
-            return sum(abs(c) * math.prod(map(magnitude, m)) for m, c in poly(e).items())
+            return sum(abs(c) * product(m) for m, c in poly(e).items())
     return 0
+
+
+def product(factors: Monomial) -> int:
+    """|a b ..| is at most this. A quotient times its divisor is no more than what was divided."""
+    match factors:
+        case (*others, Apply("floordiv", (x, y))) | (Apply("floordiv", (x, y)), *others) if y in others:
+            others.remove(y)
+            return magnitude(x) * product(tuple(others))
+    return math.prod(map(magnitude, factors))
 
 
 def passes(e: Expr) -> bool:
