@@ -10,6 +10,7 @@ import torch
 from torch.fx import Node
 
 from fusecomp.graph.facts import dtype, label, op_name, shape, size_expr, value
+from fusecomp.graph.rewriting import stood_for
 from fusecomp.ir.algebra import ZERO, const, draws, substitute
 from fusecomp.ir.expr import Apply, Cast, Const, Expr, Load, Size, Var, kind, transform
 from fusecomp.ir.region import Access, AttentionRegion, Operand
@@ -183,13 +184,18 @@ def alike(region: AttentionRegion, sizes: Lengths) -> AttentionRegion:
 
 
 def memory_order(output: Node) -> tuple[int, ...]:
-    """The axes of O in the order that its reader wants in memory: a permutation that is then made contiguous."""
-    rank = len(shape(output))
-    plain = tuple(range(rank))
-    orders = {permutation(u, rank) for u in output.users}
-    if len(orders) != 1:
-        return plain
-    return orders.pop() or plain
+    """The axes of O as they lie in memory: as its reader wants them, a permutation that is then made contiguous, or as
+    the program has them, which a view of O may count on."""
+    orders = {permutation(u, len(shape(output))) for u in output.users}
+    wanted = orders.pop() if len(orders) == 1 else None
+    return wanted or as_it_lies(value(stood_for(output)[-1]), len(shape(output)))
+
+
+def as_it_lies(x: torch.Tensor, rank: int) -> tuple[int, ...]:
+    """The axes of a tensor, those of the longest strides first."""
+    strides = [n if isinstance(n, int) else n.node.hint for n in x.stride()]
+    plain = range(rank)
+    return tuple(sorted(plain, key=lambda i: -strides[i]) if x.dim() == rank and None not in strides else plain)
 
 
 def permutation(user: Node, rank: int) -> tuple[int, ...] | None:

@@ -254,3 +254,29 @@ def test_a_body_that_writes_into_its_argument() -> None:
         return plain(q, before, v) + s.softmax(-1) @ v + after.mean()
 
     assert agree(fn, qkv(), fused=1)["declined"] == 1  # s reads what k was, and no kernel can any more
+
+
+# ----------------------------------------------------------------------------------------------------------------
+# How O lies in memory
+
+
+@pytest.mark.parametrize("axes", ["bmhd", "hmbd", "bhdm"])
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_what_comes_out_lies_as_in_eager(axes: str, dynamic: bool) -> None:
+    def fn(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return torch.einsum(f"bhmn,bhnd->{axes}", (q @ k.mT * 8**-0.5).softmax(-1), v)
+
+    args = qkv()
+    agree(fn, args, dynamic=dynamic)
+    assert compiled(fn, dynamic)(*args).stride() == fn(*args).stride()
+
+
+@pytest.mark.parametrize("learn", [False, True])
+def test_a_view_may_count_on_it(learn: bool) -> None:
+    """Of heads before rows, though O names rows before heads."""
+
+    def fn(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        o = torch.einsum("bhmn,bhnd->bmhd", (q @ k.mT * 8**-0.5).softmax(-1), v)
+        return o.transpose(1, 2).view(-1, *o.shape[1::2])
+
+    agree(fn, qkv(learn=learn), train=learn)
