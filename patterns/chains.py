@@ -3,6 +3,7 @@
     einsum("bhij,bhjd,hdo->bio", P, V, W)   einsum("bhid,hdo->bio", einsum("bhij,bhjd->bhid", P, V), W)
     multi_dot([P, V, W])                    (P V) W
     baddbmm(C, P, V, beta=b, alpha=a)       a (P V) + b C            addmm, linear with a bias
+    (P * V).sum(n, keepdim=True)            (P * V).sum(n).unsqueeze(n)
 
 Only around a softmax or an exponential. Products of more tensors begin with the weights, else where an axis is summed.
 """
@@ -19,7 +20,7 @@ from torch.fx import GraphModule, Node
 
 from fusecomp.graph.capture import inline
 from fusecomp.graph.facts import dtype, op_name, reach, shape
-from fusecomp.graph.rewriting import Written, write
+from fusecomp.graph.rewriting import Written, movable, write
 from fusecomp.ir.expr import Const, Expr
 from fusecomp.patterns.contraction import Contraction, contraction
 from fusecomp.patterns.folding import ANCHORS, first_products
@@ -30,7 +31,8 @@ Term = tuple[Node, str]
 
 
 def unchain(module: GraphModule) -> Iterator[Written]:
-    """Write out every product of three tensors or more, then every sum in one call with a product of weights."""
+    """Write out every product of three tensors or more, then, of products of weights, every sum in one call
+    with them, and every axis that is kept."""
     anchors = [n for n in module.graph.nodes if op_name(n) in ANCHORS]
     weights = reach(anchors, lambda n: [] if contraction(n) and n not in anchors else n.users)
     for node in list(module.graph.nodes) if anchors else ():
@@ -41,6 +43,8 @@ def unchain(module: GraphModule) -> Iterator[Written]:
         spec = contraction(node)
         if spec is not None and summed_with(spec, node):
             yield written(node, added(spec), [spec.left, spec.right, spec.added])  # type: ignore[list-item]
+        elif spec is not None and "." in spec.out_axes and movable(module, *kept(spec, node), node):
+            yield written(node, summed_apart(spec.out_axes.index(".")), [spec.left, spec.right])
 
 
 def written(node: Node, f: Callable[..., Tensor], inputs: Sequence[Node]) -> Written:
@@ -138,6 +142,16 @@ def summed_with(spec: Contraction, node: Node) -> bool:
     """Whether a product is added to another tensor, both times numbers."""
     numbers = isinstance(spec.scale, Const) and isinstance(spec.added_scale, Const)
     return spec.added is not None and numbers and dtype(spec.added) == dtype(node)
+
+
+def kept(spec: Contraction, node: Node) -> tuple[list[Node], list[Node]]:
+    """What makes a sum that keeps its axis, and what that reads."""
+    return [node.args[0], node], [spec.left, spec.right]  # type: ignore[list-item]
+
+
+def summed_apart(n: int) -> Callable[..., Tensor]:
+    """left, right -> their product summed over an axis, and that axis put back after it."""
+    return lambda left, right: (left * right).sum(n).unsqueeze(n)
 
 
 def added(spec: Contraction) -> Callable[..., Tensor]:

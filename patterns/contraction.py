@@ -92,8 +92,15 @@ def _einsum(node: Node) -> Contraction | None:
     if any(len(set(x)) != len(x) for x in (t.replace("...", "") for t in (left, right, out))):
         return None
     (left, right), more = _without_ellipsis(operands, [left, right])
-    spec = Contraction(operands[0], operands[1], left, right, out.replace("...", more))
+    out = out.replace("...", more)
+    left, right = _without_lone_ones(operands[0], left, right + out), _without_lone_ones(operands[1], right, left + out)
+    spec = Contraction(operands[0], operands[1], left, right, out)
     return spec if _summed_alone(spec) else None
+
+
+def _without_lone_ones(x: Node, axes: str, rest: str) -> str:
+    """The axes of one operand; one of length 1 that nothing else has is summed, which leaves all as it is."""
+    return "".join("." if n == const(1) and a not in rest else a for a, n in zip(axes, shape(x), strict=True))
 
 
 def _without_ellipsis(operands: list[Node], terms: list[str]) -> tuple[list[str], str]:

@@ -1,6 +1,6 @@
 """The pieces of one softmax, each multiplied by values of its own, as one product:
 
-    p[.., :n] V + p[.., n:] W = p [V; W]
+    p[.., :n] V + p[.., n:] W = p [V; W],    f(x) + f(y) = f(x + y)  where f only rearranges
 
 Prefixes, memories and sinks with values are written so. Only where the pieces are all of p, each once.
 """
@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
+from torch.fx.node import map_arg
 
 from fusecomp.graph.capture import inline
 from fusecomp.graph.facts import dtype, is_tensor, number, op_name, shape, size_expr, value
@@ -21,8 +22,8 @@ from fusecomp.graph.rewriting import Written, movable, write
 from fusecomp.ir.algebra import ZERO, apply, const
 from fusecomp.ir.expr import Const, Expr
 from fusecomp.patterns.contraction import Contraction, contraction, without_ones
-from fusecomp.patterns.lift import argument, axis
-from fusecomp.patterns.sums import leads_to_softmax
+from fusecomp.patterns.lift import VIEWS, argument, axis
+from fusecomp.patterns.sums import between, leads_to_softmax
 from fusecomp.patterns.views import clamped_start
 
 ADDS = ("add", "add_")
@@ -50,11 +51,13 @@ def join(module: GraphModule) -> Iterator[Written]:
     """Write out each such sum as one product."""
     for node in reversed(list(module.graph.nodes)):
         if op_name(node) in ADDS and node.users:
-            terms = summands(node, node)
+            terms, moves = rearranged(summands(node, node))
             found = [p for p in map(piece, terms) if p is not None]
             if 1 < len(found) == len(terms) and fits(found) and movable(module, terms, read_by(terms), node):
-                inputs = list(dict.fromkeys([found[0].whole, *(p.values for p in found)]))
-                yield write(node, inline(node, joined(found, inputs), inputs))
+                read = [x for m in moves for x in m.all_input_nodes[1:]]
+                inputs = list(dict.fromkeys([found[0].whole, *(p.values for p in found), *read]))
+                before, output = node.prev, inline(node, joined(found, inputs, moves), inputs)
+                yield write(node, output, [n for n in between(before, node) if contraction(n)])
 
 
 def summands(node: Node, root: Node) -> list[Node]:
@@ -65,6 +68,21 @@ def summands(node: Node, root: Node) -> list[Node]:
     if op_name(node) in ADDS and plain and (node is root or len(node.users) == 1):
         return [x for a in node.args for x in summands(a, root)]  # type: ignore[arg-type]
     return [node]
+
+
+def rearranged(terms: list[Node]) -> tuple[list[Node], list[Node]]:
+    """What the terms rearrange, all of them alike, and the calls that do, the last first."""
+    moves: list[Node] = []
+    while all(map(moved, terms)) and len({(t.target, str(t.args[1:]), shape(t.args[0])) for t in terms}) == 1:  # type: ignore[arg-type]
+        moves.append(terms[0])
+        terms = [t.args[0] for t in terms]  # type: ignore[misc]
+    return terms, moves
+
+
+def moved(node: Node) -> bool:
+    """Whether `node` is one tensor in another arrangement, which nothing else reads."""
+    only = not node.kwargs and len(node.users) == 1 and not any(map(is_tensor, node.args[1:]))
+    return only and op_name(node) in VIEWS and is_tensor(node.args[0]) and dtype(node) == dtype(node.args[0])  # type: ignore[arg-type]
 
 
 def read_by(terms: list[Node]) -> list[Node]:
@@ -156,8 +174,8 @@ def in_order(pieces: list[Piece]) -> list[Piece]:
     return ordered
 
 
-def joined(pieces: list[Piece], inputs: list[Node]) -> Callable[..., Tensor]:
-    """whole, values... -> whole [values; ...]"""
+def joined(pieces: list[Piece], inputs: list[Node], moves: list[Node]) -> Callable[..., Tensor]:
+    """whole, values... -> whole [values; ...], rearranged by the calls in `moves`, the last first"""
     first, order = pieces[0], in_order(pieces)
     rank = len(shape(first.whole))
     letters = string.ascii_lowercase[:rank]
@@ -168,7 +186,11 @@ def joined(pieces: list[Piece], inputs: list[Node]) -> Callable[..., Tensor]:
         known = dict(zip(inputs, tensors, strict=True))
         sizes = {a: n for p in order for a, n in zip(p.right_axes, known[p.values].shape, strict=True)}
         values = [laid_out(known[p.values], p.right_axes, axes, sizes) for p in order]
-        return torch.einsum(f"{letters},{axes}->{first.out_axes}", known[first.whole], torch.cat(values, -2))
+        x = torch.einsum(f"{letters},{axes}->{first.out_axes}", known[first.whole], torch.cat(values, -2))
+        for move in reversed(moves):
+            call = torch.reshape if op_name(move) in ("view", "_unsafe_view") else move.target
+            x = call(x, *map_arg(move.args[1:], known.__getitem__))  # type: ignore[operator]
+        return x
 
     return product
 

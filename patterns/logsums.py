@@ -3,6 +3,7 @@
     L = log sum_j exp(S_j)             torch.logsumexp(s, -1)
     L = m + log sum_j exp(S_j - m)     for any m that is the same for every key
     L = S_n - log softmax(S)_n         for any key n
+    c L                                in logarithms to another base, as kernels keep it
     L = log(exp(t) + sum_j exp(S_j))   where the softmax has the sink t too
 
 The kernel holds it anyway, so what only leads to it needs no scores.
@@ -23,7 +24,7 @@ from fusecomp.ir.expr import Apply, Const, Expr, Var, variables
 from fusecomp.patterns.exponentials import reduces, terms_of, total_of
 from fusecomp.patterns.lift import Decline, Lift, Outside
 from fusecomp.patterns.products import Found
-from fusecomp.patterns.weights import normalised
+from fusecomp.patterns.weights import LOG2, normalised
 
 
 @dataclass(frozen=True)
@@ -33,6 +34,8 @@ class LogSum:
     node: Node
     axes: tuple[str, ...]
     """The region's axis that each of its dimensions is; "" for one of length 1 that is none."""
+    factor: float = 1.0
+    """How many times the natural logarithm it is."""
     readers: tuple[Node, ...] = ()
     """What reads it outside of the attention."""
 
@@ -44,8 +47,8 @@ def log_sum(lift: Lift, found: Found, node: Node) -> LogSum | None:
     before = set(lift.visited)
     for axes in arrangements(found, shape(node)):
         try:
-            if is_log_sum(lift.lift_at(node, node, tuple(v or ZERO for v in axes)), found):
-                return LogSum(node, tuple(v.name if v else "" for v in axes))
+            if per := log_of_sum(lift.lift_at(node, node, tuple(v or ZERO for v in axes)), found):
+                return LogSum(node, tuple(v.name if v else "" for v in axes), 1 / per)
         except (Decline, Outside):
             pass
         lift.visited = set(before)
@@ -63,19 +66,42 @@ def arrangements(found: Found, lengths: tuple[Expr, ...]) -> Iterator[tuple[Var 
             yield tuple(chosen.get(i) for i in range(len(lengths)))
 
 
-def is_log_sum(e: Expr, found: Found) -> bool:
-    """Whether exp(S - e) are the weights' own softmax: e = m + log total, total = sum_j exp(S_j - m) with the sink."""
+def log_of_sum(e: Expr, found: Found) -> float | None:
+    """The p for which exp(S - p e) are the weights' own softmax: p e = m + log sum_j exp(S_j - m), with the sink."""
     terms = cancelled(terms_of(e))
-    logs = [x for sign, x in terms if sign > 0 and isinstance(x, Apply) and x.op == "log" and reduces(x)]
+    logs = [(x, *log) for sign, x in terms if sign > 0 and (log := logarithm(x)) is not None and reduces(x)]
     if len(logs) != 1:
-        return False
-    (total,) = logs[0].operands
-    shift = total_of([t for t in terms if t[1] is not logs[0]])
+        return None
+    ((whole, total, per),) = logs
+    shift = total_of([t for t in terms if t[1] is not whole])
     weights, key = found.weights, found.index("kv_idx")
-    scores = weights.scores if shift == ZERO_SHIFT else apply("sub", weights.scores, shift)
-    again = normalised(apply("exp", scores), total, key)
+    again = normalised(apply("exp", less(weights.scores, shift, per)), total, key)
     same = again is not None and again.scores == weights.scores and again.sink == weights.sink
-    return same and again is not None and again.factor == Const(1.0)
+    return per if same and again is not None and again.factor == Const(1.0) else None
+
+
+def less(scores: Expr, m: Expr, per: float) -> Expr:
+    """S - p m; (s - m) p where S = s p"""
+    if m == ZERO_SHIFT:
+        return scores
+    match scores:
+        case Apply("mul", (s, Const(c))) if c == per:
+            return apply("mul", apply("sub", s, m), const(per))
+    return apply("sub", scores, apply("mul", m, const(per)))
+
+
+def logarithm(e: Expr) -> tuple[Expr, float] | None:
+    """(x, p) of e = log(x) / p"""
+    match e:
+        case Apply("log", (x,)):
+            return x, 1.0
+        case Apply("log2", (x,)):
+            return x, LOG2
+        case Apply("mul", (x, Const(float() as c))) | Apply("mul", (Const(float() as c), x)) if c > 0:
+            return (inner := logarithm(x)) and (inner[0], inner[1] / c)
+        case Apply("div", (x, Const(float() as c))) if c > 0:
+            return (inner := logarithm(x)) and (inner[0], inner[1] * c)
+    return None
 
 
 ZERO_SHIFT = total_of([])

@@ -99,10 +99,18 @@ def empty_row(row: Row) -> str | None:
 
 def is_largest(row: Row) -> bool:
     """Whether the shift is the largest score of the row, so that the sum of exponentials is at least exp(0)."""
-    match row.shift and (unguarded(row.shift) or row.shift):
-        case Reduce("max", var, body) if var.size == row.key.size:
-            return equal(sunk(substitute(body, {var: row.key}), row.shift), row.scores)
-    return False
+    largest = row.shift and largest_of(unguarded(row.shift) or row.shift, row.key)
+    return largest is not None and equal(sunk(largest, row.shift), row.scores)
+
+
+def largest_of(m: Expr, key: Var) -> Expr | None:
+    """S of m = max_j S_j; c S of c max_j S_j"""
+    match m:
+        case Reduce("max", var, body) if var.size == key.size:
+            return substitute(body, {var: key})
+        case Apply("mul" | "div" as op, (x, Const(float() as c))) if c > 0 and (s := largest_of(x, key)) is not None:
+            return apply(op, s, const(c))
+    return None
 
 
 def equal(a: Expr, b: Expr) -> bool:
@@ -138,6 +146,9 @@ def bare(m: Expr) -> tuple[Expr, bool]:
             return bare(y)[0], True
         case Apply("min", (y, Const(float() as f))) if f >= -LEAST:
             return bare(y)
+        case Apply("mul" | "div" as op, (y, Const(float() as c))) if c > 0:
+            inner, finite = bare(y)
+            return apply(op, inner, const(c)), finite
     return m, False
 
 
@@ -148,6 +159,10 @@ def kept_above(m: Expr | None) -> float:
             return max(f, kept_above(y))
         case Apply("min", (y, Const())) | Apply("where", (_, Const(), y)):
             return kept_above(y)
+        case Apply("mul", (y, Const(float() as c))) if c > 0:
+            return kept_above(y) * c
+        case Apply("div", (y, Const(float() as c))) if c > 0:
+            return kept_above(y) / c
     return -INF
 
 

@@ -6,13 +6,14 @@
 N and D are sums of terms, each times factors exp(a - b) of its rows; where every step divides, as FlashAttention 1
 does, its own D_(c-1) stands before N_(c-1) / D_(c-1) and cancels. With what was subtracted from its scores, the
 exponents of a term must add up to one and the same -m, and m must be known to be finite. The sums of the chunks may
-also be stacked first, each with a maximum of its own.
+also be stacked first, each with a maximum of its own; c ? exp(s - m) : 0 is the exponential of c ? s : -inf. All of it
+may be in powers of two.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -27,7 +28,21 @@ from fusecomp.ir.algebra import const
 from fusecomp.ir.expr import Const
 from fusecomp.patterns.contraction import Contraction, contraction
 from fusecomp.patterns.lift import argument, axis
-from fusecomp.patterns.rows import CASTS, Other, finite, known_rows, plain, row
+from fusecomp.patterns.rows import (
+    BASES,
+    INF,
+    Other,
+    Power,
+    added,
+    chosen,
+    finite,
+    known_rows,
+    plain,
+    power,
+    powers,
+    row,
+    uncast,
+)
 from fusecomp.patterns.sums import between
 
 ZEROS = ("zeros", "zeros_like", "new_zeros")
@@ -41,7 +56,11 @@ class Term:
     """The exponential."""
     scores: Node
     shift: Node
-    exponents: frozenset[tuple[Node, int]] = frozenset()
+    per: float = 1.0
+    """The natural logarithm of what is raised to it."""
+    shown: tuple[Node, bool] | None = None
+    """(c, b) where it is 0 unless c is b."""
+    exponents: frozenset[tuple[Power, int]] = frozenset()
     """Of the rows, by how often they are added."""
     spec: Contraction | None = None
 
@@ -79,7 +98,7 @@ def own(module: GraphModule, inside: list[Node], node: Node) -> bool:
 
 
 def inputs_of(terms: list[Term]) -> list[Node]:
-    return [*(t.scores for t in terms), *(t.values for t in terms)]
+    return [*(t.scores for t in terms), *(t.values for t in terms), *(t.shown[0] for t in terms if t.shown)]
 
 
 def quotient(node: Node) -> list[Term] | None:
@@ -108,7 +127,7 @@ def divided(node: Node) -> tuple[Node, Node] | None:
     return None
 
 
-def terms(node: Any, leaf: Callable[[Node], Term | None], so_far: Counter[Node] | None = None) -> Iterator[Term]:
+def terms(node: Any, leaf: Callable[[Node], Term | None], so_far: Counter[Power] | None = None) -> Iterator[Term]:
     """The terms of a sum, with the exponents of what each is multiplied by. A factor that is no exponential must be
     what the other one is divided by."""
     so_far = so_far or Counter()
@@ -127,8 +146,8 @@ def terms(node: Any, leaf: Callable[[Node], Term | None], so_far: Counter[Node] 
     elif name == "mul" and (whole := undivided(node)):
         yield from terms(whole[0], leaf, added(so_far, whole[1]))
     elif name == "sum" and (pieces := stacked(node)):
-        for x, largest, whole in pieces:
-            yield from terms(x, leaf, added(so_far, Counter({largest: 1}), Counter({whole: -1})))
+        for x, more in pieces:
+            yield from terms(x, leaf, added(so_far, more))
     else:
         raise Other
 
@@ -138,26 +157,19 @@ def nought(x: Any) -> bool:
     return op_name(x) in ZEROS if isinstance(x, Node) else x == 0
 
 
-def added(*exponents: Counter[Node]) -> Counter[Node]:
-    total: Counter[Node] = Counter()
-    for one in exponents:
-        total.update(one)
-    return total
-
-
-def stacked(node: Node) -> list[tuple[Node, Node, Node]] | None:
-    """(x_c, m_c, m) of sum_c x_c exp(m_c - m), where x and m are stacked in front"""
+def stacked(node: Node) -> list[tuple[Node, Counter[Power]]] | None:
+    """x_c and the exponents of what each is times, in sum_c x_c exp(m_c - m), where x and m are stacked in front"""
     inner = row(node.args[0])
     if not in_front(node) or op_name(inner) != "mul" or not plain(inner):
         return None
     for x, f in (inner.args, inner.args[::-1]):
         e, parts = row(f), row(x)
-        difference = row(e.args[0]) if op_name(e) == "exp" else e
-        if op_name(parts) == "stack" and op_name(difference) == "sub" and plain(difference):
+        difference = row(e.args[0]) if op_name(e) in BASES else e
+        if difference is not e and op_name(parts) == "stack" and op_name(difference) == "sub" and plain(difference):
             of, whole = map(row, difference.args)
             alike = shape(x) == shape(inner) and len(shape(f)) == len(shape(x)) and shape(e)[1:] == shape(of)[1:]  # type: ignore[arg-type]
             if alike and op_name(of) == "stack" and len(parts.args) + len(of.args) == 2:
-                return [(a, row(b), whole) for a, b in zip(parts.args[0], of.args[0], strict=True)]  # type: ignore[arg-type]
+                return [(a, power(e, row(b), whole)) for a, b in zip(parts.args[0], of.args[0], strict=True)]  # type: ignore[arg-type]
     return None
 
 
@@ -171,7 +183,7 @@ def in_place(node: Node, name: str) -> bool:
     return op_name(node) == name and len(node.args[0].users) == 1  # type: ignore[union-attr]
 
 
-def factor(node: Node) -> tuple[Node, Counter[Node]] | None:
+def factor(node: Node) -> tuple[Node, Counter[Power]] | None:
     """(x, exponents of f) of x * f or f * x, where f is an exponential of rows and as long as x."""
     for x, f in (node.args, node.args[::-1]):
         whole = is_tensor(x) and is_tensor(f) and shape(x) == shape(node) and len(shape(f)) == len(shape(x))  # type: ignore[arg-type]
@@ -180,18 +192,7 @@ def factor(node: Node) -> tuple[Node, Counter[Node]] | None:
     return None
 
 
-def powers(e: Node) -> Counter[Node] | None:
-    """The exponents of exp(a - b)."""
-    difference = row(e.args[0]) if op_name(e) == "exp" else e
-    if op_name(difference) != "sub" or not plain(difference):
-        return None
-    a, b = (row(finite(row(y))) for y in difference.args)
-    counted = Counter({a: 1})
-    counted[b] -= 1
-    return counted
-
-
-def undivided(node: Node) -> tuple[Node, Counter[Node]] | None:
+def undivided(node: Node) -> tuple[Node, Counter[Power]] | None:
     """(N, exponents of f) of (D f) (N / D), D and f of rows."""
     for x, f in (node.args, node.args[::-1]) if plain(node) else ():
         quotient = divided(row(x)) if shape(x) == shape(node) else None  # type: ignore[arg-type]
@@ -209,16 +210,17 @@ def factors(f: Node) -> Iterator[tuple[Node, Node]]:
 
 
 def exponential(node: Node) -> Term | None:
-    """exp(s - m) for an m without an axis of keys"""
-    while op_name(node) in CASTS:
-        node = node.args[0]  # type: ignore[assignment]
-    shifted = node.args[0] if op_name(node) == "exp" else None
+    """exp(s - m) for an m without an axis of keys, or 0 where a mask hides the key"""
+    made = node = uncast(node)
+    node, shown = chosen(made) or (made, None)
+    shifted = node.args[0] if op_name(node := uncast(node)) in BASES else None
     if not isinstance(shifted, Node) or op_name(shifted) != "sub" or not plain(shifted):
         return None
     s, m = shifted.args
-    aligned = (*shape(s)[:-1], const(1)) == shape(m)  # type: ignore[arg-type]
+    aligned = (*shape(s)[:-1], const(1)) == shape(m) and shape(s) == shape(made)  # type: ignore[arg-type]
     shift = finite(row(m))
-    return Term(node, s, shift, frozenset({(shift, -1)})) if aligned else None  # type: ignore[arg-type]
+    counted = frozenset({((op_name(node), shift), -1)})
+    return Term(made, s, shift, BASES[op_name(node)], shown, counted) if aligned else None  # type: ignore[arg-type]
 
 
 def product(node: Node) -> Term | None:
@@ -268,6 +270,15 @@ def spread(x: Tensor, own: str, axes: str, lengths: dict[str, Any]) -> Tensor:
     return x.expand([x.shape[n] if a in own else lengths[a] for n, a in enumerate(axes)])
 
 
+def hidden(t: Term, known: Mapping[Node, Tensor]) -> Tensor:
+    """The scores in natural logarithms, -inf where the exponentials are 0."""
+    s = known[t.scores] if t.per == 1 else known[t.scores] * t.per
+    if t.shown is None:
+        return s
+    c, seen = t.shown
+    return s.masked_fill(~known[c] if seen else known[c], -INF)
+
+
 def together(node: Node, found: list[Term]) -> Callable[..., Tensor]:
     """scores, .., values, .. -> softmax(scores) values"""
     spec, own = fullest(found), [t.spec.right_axes for t in found if t.spec is not None]
@@ -276,7 +287,8 @@ def together(node: Node, found: list[Term]) -> Callable[..., Tensor]:
     whole = found[0].made.meta["val"].dtype
 
     def product(*tensors: Tensor) -> Tensor:
-        scores, values = tensors[: len(found)], tensors[len(found) :]
+        known = dict(zip(inputs_of(found), tensors, strict=True))
+        values, scores = [known[t.values] for t in found], [hidden(t, known) for t in found]
         p = torch.softmax(torch.cat(scores, -1).to(whole), -1).to(weights)
         most = values[own.index(spec.right_axes)]
         lengths = dict(zip(spec.right_axes, most.shape, strict=True))

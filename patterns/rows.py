@@ -1,7 +1,10 @@
-"""Tensors of one number for each row of the scores, and whether what is subtracted from scores is finite in each."""
+"""Tensors of one number for each row of the scores, their exponentials, and whether what is subtracted from scores is
+finite in each."""
 
 from __future__ import annotations
 
+import math
+from collections import Counter
 from collections.abc import Sequence
 from functools import cache
 from typing import Any, Protocol
@@ -20,6 +23,10 @@ from fusecomp.patterns.normalisers import LEAST
 
 CASTS = ("to", "_to_copy", "type_as", "float", "half", "bfloat16")
 INF = float("inf")
+BASES = {"exp": 1.0, "exp2": math.log(2.0), "special_exp2": math.log(2.0)}
+"""Exponentials, and the natural logarithm of what each raises."""
+Power = tuple[str, Node]
+"""An exponent, and what it is one of."""
 
 
 class Shifted(Protocol):
@@ -47,6 +54,23 @@ def row(node: Any) -> Node:
     raise Other
 
 
+def uncast(node: Node) -> Node:
+    """A node without casts."""
+    while op_name(node) in CASTS:
+        node = node.args[0]  # type: ignore[assignment]
+    return node
+
+
+def chosen(node: Node) -> tuple[Node, tuple[Node, bool]] | None:
+    """(x, (c, b)) of a tensor that is x where c is b, and 0 elsewhere"""
+    match op_name(node), node.args:
+        case "where", (Node() as c, Node() as x, 0):
+            return x, (c, True)
+        case ("where", (Node() as c, 0, Node() as x)) | ("masked_fill", (Node() as x, Node() as c, 0)):
+            return x, (c, False)
+    return None
+
+
 def trailing(node: Node) -> bool:
     rank = max(len(shape(node)), len(shape(node.args[0])))
     return isinstance(node.args[1], int) and axis(node.args[1], rank) == rank - 1
@@ -72,6 +96,28 @@ def tests(c: Any, m: Any) -> bool:
         return False
     equal = op_name(c) == "eq" and len(c.args) > 1 and c.args[1] == -INF
     return (equal or op_name(c) in ("isinf", "isneginf")) and c.args[0] is m
+
+
+def powers(e: Node) -> Counter[Power] | None:
+    """The exponents of exp(a - b)."""
+    difference = row(e.args[0]) if op_name(e) in BASES else e
+    if difference is e or op_name(difference) != "sub" or not plain(difference):
+        return None
+    return power(e, *(row(finite(row(y))) for y in difference.args))
+
+
+def power(e: Node, a: Node, b: Node) -> Counter[Power]:
+    """What the exponential `e` of a - b counts."""
+    counted = Counter({(op_name(e), a): 1})
+    counted[op_name(e), b] -= 1
+    return counted
+
+
+def added(*exponents: Counter[Power]) -> Counter[Power]:
+    total: Counter[Power] = Counter()
+    for one in exponents:
+        total.update(one)
+    return total
 
 
 def known_rows(module: GraphModule, found: Sequence[Shifted]) -> bool:

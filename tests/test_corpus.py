@@ -30,6 +30,7 @@ from corpus import (
     packed,
     paged,
     paged_fetched,
+    paged_found,
     paged_kept,
     paged_latent,
     paged_masked,
@@ -66,7 +67,7 @@ ROOT = Path(__file__).parent
 LONG = (
     dense, paged, paged_fetched, paged_masked, paged_more, paged_written, paged_served, paged_latent, paged_near,
     paged_near_writes, paged_near_served, paged_shared, families, families_more, by_hand, looped, masks_made, papers,
-    papers_more, paged_pools, paged_requests, paged_parts, paged_kept, spoken, variants_more,
+    papers_more, paged_pools, paged_requests, paged_parts, paged_kept, paged_found, spoken, variants_more,
     rarely_said, dynamic,
 )  # fmt: skip
 TABLES = (*LONG, spelled, masked, packed, written, written_since, twins, idioms, logsums, extended, functions,
@@ -100,6 +101,9 @@ QUICK = {
     "vllm_v0", "vllm_v1_keys_twice", "flashinfer_indptr", "sglang_window", "vmap_requests", "loop_masks_of_next",
     "mixed_by_compare", "empty_nan", "loop_online", "cascade_global_max", "cascade_merge_swapped", "spec_tree",
     "write_index_put", "write_keys_after", "quant_e4m3_token_head", "quant_int8_page", "mla_two_pools", "returns_lse",
+    "old_keys_in_few_bits", "levels_in_base_two", "levels_in_base_two_near", "powers_of_two", "powers_of_two_near",
+    "masked_after_the_exponential", "page_by_page_near", "elements_summed", "shards_of_one_head",
+    "one_query_of_one_request", "layer_in_a_tensor",
 }  # fmt: skip
 """Of the long tables, what every run takes; the rest is slow."""
 INTERPRETED = "mul_scale,gqa_repeat_kv,causal_bottom_right,dead_row_finfo_min,sink_logit,two_index,slot_index"
@@ -156,7 +160,7 @@ PAGES_KNOWN = ("pages_kept_apart", "pages_kept_apart_in_the_scores", "exponentia
                "halves_of_the_table", "chunk_by_chunk", "chunk_by_chunk_masked", "chunks_interleaved",
                "pieces_of_two_scales", "v2_partitions_normalised", "v2_partitions_lse_shift",
                "loop_online", "v2_loop_stacked", "vmap_requests", "vmap_heads_and_requests",
-               "minus_one_embedding")  # fmt: skip
+               "minus_one_embedding", "masked_after_the_exponential", "page_by_page")  # fmt: skip
 """Fused where the length of a page, or of another axis, is a number: the place in it is a remainder by it."""
 
 

@@ -145,7 +145,7 @@ def read(tensor: Tensor, index: Sequence[Expr], env: Env, walk: Callable[[Expr],
     owner = {name: n + i for i, (name, _) in enumerate(single.values()) if name}
     order = [owner.get(name, i) for i, name in enumerate(env.axes)]
     spare = [i for i in range(tensor.ndim) if i not in order]  # all of size 1
-    return tensor.permute(*order, *spare)[(..., *(0,) * len(spare))]
+    return tensor.permute([*order, *spare])[(..., *(0,) * len(spare))]
 
 
 def _line(e: Expr, env: Env, walk: Callable[[Expr], Tensor]) -> tuple[str, Span]:

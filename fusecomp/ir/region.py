@@ -177,10 +177,11 @@ class AttentionRegion:
 
     def q_per_kv(self) -> int:
         """Query heads per key head, where the keys are read at `h // group`; 1 otherwise."""
+        last = self.batch[-1].name if self.batch else ""
         for e in self.products[0].k.index:
             for x in parts(e):
                 match x:
-                    case Apply("floordiv", (Var(name, _), Const(int(group)))) if name == self.batch[-1].name:
+                    case Apply("floordiv", (Var(name, _), Const(int(group)))) if name == last:
                         return group
         return 1
 

@@ -91,9 +91,10 @@ def differentiated(
     try:
         with torch.enable_grad():
             results, given = [original(match).run(leaves, dtype).reshape(grad.shape)], [grad]
-            for s in [s for s in match.sums if learns(s.node)][:1] if grad_lse is not None else []:
-                results.append(original(match, s.node).run(leaves, dtype))
-                given.append(arranged(grad_lse, match.region, s))
+            for s in [s for s in match.sums if learns(s.node)][:1]:
+                if grad_lse is not None:
+                    results.append(original(match, s.node).run(leaves, dtype))
+                    given.append(arranged(grad_lse / s.factor, match.region, s))
             given = [g.to(x.dtype) for g, x in zip(given, results, strict=True)]
             found = torch.autograd.grad(results, asked, given, allow_unused=True)
     except RuntimeError:  # out of memory, or it writes into what it was given

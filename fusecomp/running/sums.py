@@ -34,9 +34,14 @@ def arranged(lse: Tensor, region: AttentionRegion, like: LogSum) -> Tensor:
     return lse.to(value(like.node).dtype)
 
 
+def scaled(lse: Tensor, s: LogSum) -> Tensor:
+    """A node's value: its multiple of the natural logarithm."""
+    return lse if s.factor == 1 else lse * s.factor
+
+
 def in_place_of(match: Match, s: LogSum, lse: Tensor) -> Tensor:
     """The kernel's log-sum-exp for one of the graph's nodes: detached where the graph's was."""
-    found = arranged(whole(lse, match.region), match.region, s)
+    found = arranged(scaled(whole(lse, match.region), s), match.region, s)
     return found if learns(s.node) or not records(match.output) else found.detach()
 
 

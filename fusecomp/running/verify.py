@@ -35,7 +35,7 @@ from fusecomp.running.operator import Gradients, Launch, empty_ordered
 from fusecomp.running.original import original, rewritten
 from fusecomp.running.rewritten import judge_rewriting
 from fusecomp.running.subgraph import Section, seen
-from fusecomp.running.sums import arranged, whole
+from fusecomp.running.sums import arranged, scaled, whole
 from fusecomp.running.unkind import judge_meaning
 from fusecomp.running.verdict import FLOOR, Judged, Verdict, floor_of, judge
 
@@ -208,7 +208,7 @@ def judge_log_sums(match: Match, drawn: Drawn, launch: Launch, sizes: Mapping[st
     lse = log_sums(match, sizes, device)
     launch(out, tensors, lengths, lse)
     for s in match.sums:
-        got = arranged(whole(lse, region), region, s)
+        got = arranged(scaled(whole(lse, region), s), region, s)
         if rooms(match, out, sizes["N"]) >= 1:
             exact, eager = (original(match, s.node).run(tensors, dtype) for dtype in (torch.float64, None))
             judged = Judged(got, eager, exact, f"the log-sum-exp of {original(match, s.node).what} in float64")
