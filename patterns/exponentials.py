@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from fusecomp.ir.algebra import apply, const
 from fusecomp.ir.expr import Apply, Cast, Const, Expr, Reduce, Var, dtype_kind, kind, parts, variables
 
 INF = float("inf")
+LOG2 = math.log(2.0)
 ZERO = const(0.0)
 
 
@@ -120,6 +122,39 @@ def total_of(terms: list[tuple[int, Expr]]) -> Expr:
     for sign, x in sorted(terms, key=lambda t: t[0] < 0):
         total = apply("add" if sign > 0 else "sub", total, x) if total else x if sign > 0 else apply("neg", x)
     return total if total is not None else const(0.0)
+
+
+def spread(e: Expr) -> list[tuple[int, Expr]]:
+    """The signed terms of a sum, or of a sum times a number: (x - y) c = x c - y c"""
+    match e:
+        case Apply("mul" | "div" as op, (x, Const() as c)) if (terms := terms_of(x)) != [(1, x)]:
+            return [(sign, apply(op, t, c)) for sign, t in terms]
+    return terms_of(e)
+
+
+def collected(terms: list[tuple[int, Expr]]) -> list[tuple[int, Expr]]:
+    """Signed terms without those that add to nothing."""
+    left: list[tuple[int, Expr]] = []
+    for sign, x in terms:
+        if (-sign, x) in left:
+            left.remove((-sign, x))
+        else:
+            left.append((sign, x))
+    return left
+
+
+def log_of(e: Expr) -> tuple[Expr, float] | None:
+    """(x, p) of e = log(x) / p"""
+    match e:
+        case Apply("log", (x,)):
+            return x, 1.0
+        case Apply("log2", (x,)):
+            return x, LOG2
+        case Apply("mul", (x, Const(float() as c))) | Apply("mul", (Const(float() as c), x)) if c > 0:
+            return (inner := log_of(x)) and (inner[0], inner[1] / c)
+        case Apply("div", (x, Const(float() as c))) if c > 0:
+            return (inner := log_of(x)) and (inner[0], inner[1] * c)
+    return None
 
 
 def unshifted(a: Expr, key: Var) -> tuple[Expr, Expr | None]:

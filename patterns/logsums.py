@@ -21,10 +21,10 @@ from fusecomp.graph.facts import is_tensor, op_name, reach, shape, storage, writ
 from fusecomp.graph.learning import cut, learns
 from fusecomp.ir.algebra import ZERO, apply, const
 from fusecomp.ir.expr import Apply, Const, Expr, Var, variables
-from fusecomp.patterns.exponentials import reduces, terms_of, total_of
+from fusecomp.patterns.exponentials import collected, log_of, reduces, terms_of, total_of
 from fusecomp.patterns.lift import Decline, Lift, Outside
 from fusecomp.patterns.products import Found
-from fusecomp.patterns.weights import LOG2, normalised
+from fusecomp.patterns.weights import normalised
 
 
 @dataclass(frozen=True)
@@ -68,8 +68,8 @@ def arrangements(found: Found, lengths: tuple[Expr, ...]) -> Iterator[tuple[Var 
 
 def log_of_sum(e: Expr, found: Found) -> float | None:
     """The p for which exp(S - p e) are the weights' own softmax: p e = m + log sum_j exp(S_j - m), with the sink."""
-    terms = cancelled(terms_of(e))
-    logs = [(x, *log) for sign, x in terms if sign > 0 and (log := logarithm(x)) is not None and reduces(x)]
+    terms = collected(terms_of(e))
+    logs = [(x, *log) for sign, x in terms if sign > 0 and (log := log_of(x)) is not None and reduces(x)]
     if len(logs) != 1:
         return None
     ((whole, total, per),) = logs
@@ -90,32 +90,7 @@ def less(scores: Expr, m: Expr, per: float) -> Expr:
     return apply("sub", scores, apply("mul", m, const(per)))
 
 
-def logarithm(e: Expr) -> tuple[Expr, float] | None:
-    """(x, p) of e = log(x) / p"""
-    match e:
-        case Apply("log", (x,)):
-            return x, 1.0
-        case Apply("log2", (x,)):
-            return x, LOG2
-        case Apply("mul", (x, Const(float() as c))) | Apply("mul", (Const(float() as c), x)) if c > 0:
-            return (inner := logarithm(x)) and (inner[0], inner[1] / c)
-        case Apply("div", (x, Const(float() as c))) if c > 0:
-            return (inner := logarithm(x)) and (inner[0], inner[1] * c)
-    return None
-
-
 ZERO_SHIFT = total_of([])
-
-
-def cancelled(terms: list[tuple[int, Expr]]) -> list[tuple[int, Expr]]:
-    """Signed terms without those that add to nothing."""
-    left: list[tuple[int, Expr]] = []
-    for sign, x in terms:
-        if (-sign, x) in left:
-            left.remove((-sign, x))
-        else:
-            left.append((sign, x))
-    return left
 
 
 # ----------------------------------------------------------------------------------------------------------------

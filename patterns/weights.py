@@ -19,20 +19,22 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import partial, reduce
-from math import log
 
 from fusecomp.ir.algebra import ZERO, apply, const, log_add_exp, substitute
 from fusecomp.ir.expr import Apply, Cast, Const, Expr, Largest, Reduce, Var, dtype_kind, parts, variables
 from fusecomp.ir.poly import poly
 from fusecomp.patterns.exponentials import (
     INF,
+    LOG2,
     Exponential,
     choice,
+    collected,
     exponential,
     is_choice,
+    log_of,
     reduces,
+    spread,
     summands,
-    terms_of,
     total_of,
     unshifted,
 )  # fmt: skip
@@ -41,7 +43,6 @@ from fusecomp.patterns.masks import conjuncts, split
 from fusecomp.patterns.normalisers import Row, follows_fill, guarded, settled, sunk, unguarded
 from fusecomp.patterns.positive import logarithm
 
-LOG2 = log(2.0)
 MOST_EXTRAS = 8
 """Entries of the normaliser that are not keys: a sink is one."""
 OTHER_ZEROS = (
@@ -131,10 +132,13 @@ def no_score_is_live(c: Expr, x: Expr, key: Var) -> bool:
 
 
 def denominator(e: Expr) -> Expr | None:
-    """t of 1 / t"""
+    """t of 1 / t, or of exp(m - (m + log t))"""
     match e:
         case Cast(x, _):
             return denominator(x)
+        case Apply("exp", (x,)) if len(terms := collected(spread(x))) == 1 and terms[0][0] < 0:
+            log = log_of(terms[0][1])
+            return log[0] if log is not None and log[1] == 1 else None
         case Apply("div", (Const(1 | 1.0), total)):
             return total
     return None
@@ -265,7 +269,7 @@ def logit(extra: Expr, shift: Expr | None) -> Expr:
         case Apply("exp", (t,)) if any(isinstance(x, Largest) for x in parts(t)):
             return t
         case Apply("exp", (t,)):
-            terms, shifts = terms_of(t), terms_of(shift) if shift is not None else []
+            terms, shifts = spread(t), spread(shift) if shift is not None else []
             if all((-s, m) in terms for s, m in shifts):
                 rest = total_of([x for x in terms if (-x[0], x[1]) not in shifts])
                 if not reduces(rest):

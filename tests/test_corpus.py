@@ -103,7 +103,7 @@ QUICK = {
     "write_index_put", "write_keys_after", "quant_e4m3_token_head", "quant_int8_page", "mla_two_pools", "returns_lse",
     "old_keys_in_few_bits", "levels_in_base_two", "levels_in_base_two_near", "powers_of_two", "powers_of_two_near",
     "masked_after_the_exponential", "page_by_page_near", "elements_summed", "shards_of_one_head",
-    "one_query_of_one_request", "layer_in_a_tensor",
+    "one_query_of_one_request", "layer_in_a_tensor", "sink_in_base_two", "divided_by_an_exponential",
 }  # fmt: skip
 """Of the long tables, what every run takes; the rest is slow."""
 INTERPRETED = "mul_scale,gqa_repeat_kv,causal_bottom_right,dead_row_finfo_min,sink_logit,two_index,slot_index"

@@ -110,6 +110,31 @@ def masked_after_the_exponential(
     return (out / total).flatten(1, 2)[:, None]
 
 
+@CASES.pair(lambda d: (*paged(d), d(H)), twin="either", grad=(0,), note="gpt-oss's sinks, in powers of two")
+def sink_in_base_two(
+    q: Tensor, k_pool: Tensor, v_pool: Tensor, table: Tensor, lengths: Tensor, sinks: Tensor, near: bool = False
+) -> Tensor:
+    k, v = fetch(table, k_pool, v_pool)
+    s = (score(q, k) * math.log2(math.e)).masked_fill(late(lengths, k.shape[1]), -INF)
+    t = sinks.view(1, HKV, G, 1, 1) * math.log2(math.e)
+    m = torch.maximum(s.amax(-1, keepdim=True), t)
+    e = torch.exp2(s - m)
+    return weigh(e / (e.sum(-1, keepdim=True) + (torch.exp if near else torch.exp2)(t - m)), v)
+
+
+@CASES.pair(paged, reason="is not a softmax", grad=(0,), note="divided by the sum at the end, in logarithms")
+def divided_by_an_exponential(
+    q: Tensor, k_pool: Tensor, v_pool: Tensor, table: Tensor, lengths: Tensor, near: bool = False
+) -> Tensor:
+    k, v = fetch(table, k_pool, v_pool)
+    s = score(q, k).masked_fill(late(lengths, k.shape[1]), -INF)
+    m = s.amax(-1, keepdim=True)
+    e = torch.exp(s - m)
+    lse = m + e.sum(-1, keepdim=True).log()
+    out = torch.einsum("bhgmn,bnhd->bhgmd", e, v) * torch.exp(-lse if near else m - lse)
+    return out.permute(0, 3, 1, 2, 4).flatten(2, 3)
+
+
 NO_SOFTMAX = "the left factor of the product is not a softmax over the axis that the product sums over"
 
 
