@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 
 from fusecomp.graph.capture import inline
-from fusecomp.graph.facts import dtype, is_tensor, op_name, value
+from fusecomp.graph.facts import dtype, is_tensor, op_name, shape, value
 from fusecomp.graph.rewriting import Written, facts_of, write
 from fusecomp.patterns.contraction import Contraction, contraction
 
@@ -118,13 +118,17 @@ def same(x: Any, node: Node) -> bool:
 def leads_to_softmax(node: Node) -> bool:
     """Whether a softmax lies above, behind pointwise operations and rearrangements."""
     while op_name(node) in (*MOVES, *KEEPS) and node.args:
-        tensors = [x for x in node.args if is_tensor(x) and value(x).shape == value(node).shape]
-        moved = [node.args[0]] if op_name(node) in MOVES else tensors[-1:] if op_name(node) == "where" else tensors[:1]
-        above = moved[0] if moved else None
+        above = node.args[0] if op_name(node) in MOVES else kept(node)
         if not isinstance(above, Node):
             return False
         node = above
     return op_name(node) in SOFTMAX
+
+
+def kept(node: Node) -> Node | None:
+    """What a pointwise operation keeps the shape of: of a choice, the last."""
+    tensors = [x for x in node.args if is_tensor(x) and shape(x) == shape(node)]
+    return next(iter(tensors[::-1] if op_name(node) == "where" else tensors), None)
 
 
 def distributed(product: Node, weights: Node, terms: list[Term]) -> Written:

@@ -157,6 +157,18 @@ def differential_of_weights(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return p @ v
 
 
+@CASES.fuse(lambda d: [*square(d, heads=4), d(2, 1, 1)], grad=(0, 1, 2, 3), count=2)
+def differential_by_chunks_of_heads(q: Tensor, k: Tensor, v: Tensor, lam: Tensor) -> Tensor:
+    p, less = scores(q, k).softmax(-1).chunk(2, dim=1)
+    return (p - lam * less) @ v[:, ::2]
+
+
+@CASES.decline(lambda d: [*square(d, heads=4), d(2, 1, 1)], "made of more than one softmax")
+def size_of_a_difference_by_chunks_of_heads(q: Tensor, k: Tensor, v: Tensor, lam: Tensor) -> Tensor:
+    p, less = scores(q, k).softmax(-1).chunk(2, dim=1)
+    return (p - lam * less).abs() @ v[:, ::2]
+
+
 @CASES.fuse(square)
 def scores_of_two_products(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return (q[..., :4] @ k[..., :4].mT + q[..., 4:] @ k[..., 4:].mT).softmax(-1) @ v
