@@ -16,7 +16,7 @@ from torch.fx import Node
 
 from fusecomp.graph.facts import dtype, is_tensor, number, op_name, said, shape, value
 from fusecomp.ir.algebra import const
-from fusecomp.ir.expr import Const, Expr
+from fusecomp.ir.expr import Const, Expr, length
 
 
 @dataclass(frozen=True)
@@ -42,11 +42,10 @@ class Contraction:
                            self.added, self.added_scale)  # fmt: skip
 
     def size(self, letter: str) -> Expr:
-        """Length of an axis."""
-        for node, axes in ((self.left, self.left_axes), (self.right, self.right_axes)):
-            if letter in axes:
-                return shape(node)[axes.index(letter)]
-        return const(1)  # broadcast on both sides
+        """Length of an axis, as the side says it that says it shorter; 1 where it is broadcast on both."""
+        sides = (self.left, self.left_axes), (self.right, self.right_axes)
+        said = [shape(node)[axes.index(letter)] for node, axes in sides if letter in axes]
+        return min(said, key=length, default=const(1))
 
 
 def contraction(node: Node) -> Contraction | None:

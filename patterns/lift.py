@@ -6,7 +6,8 @@
     lift(softmax(s))[.., n]   = exp(s[.., n]) / sum_j exp(s[.., j])
 
 Broadcasting, views, masks and gathers become index arithmetic, so no spelling of them is a pattern. What has no rule is
-a leaf: a tensor that is computed outside and read at its index.
+a leaf: a tensor that is computed outside and read at its index. So is a tensor to whose source an index would become
+too long, as through views of symbolic lengths that padding came between.
 
 Time matters where a graph writes in place. A tensor is read by the operation that consumes it, not where it was made;
 `at` is the position of that reader. A value overwritten between its making and its reading is not lifted through. Nor
@@ -19,8 +20,6 @@ from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx import Node
 
 from fusecomp.graph.facts import (
@@ -35,9 +34,10 @@ from fusecomp.graph.facts import (
     value,
     written_arguments,
 )
+from fusecomp.graph.holding import single
 from fusecomp.graph.learning import cut, learns
 from fusecomp.ir.algebra import ZERO, apply, const
-from fusecomp.ir.expr import Const, Expr, Load, Reduce, Var, dtype_kind, parts, variables
+from fusecomp.ir.expr import Const, Expr, Load, Reduce, Var, dtype_kind, length, parts, variables
 from fusecomp.ir.widths import may_wrap
 from fusecomp.patterns.contraction import Contraction, contraction
 from fusecomp.patterns.promotion import promoted, widens
@@ -49,6 +49,8 @@ RULES: dict[str, Rule] = {}
 """ATen name -> how to lift it. A rule answers None where this call is beyond it: the node is then a leaf."""
 VIEWS: set[str] = set()
 """Names whose result is the same memory or the same values in another arrangement."""
+SHORT, LONG = 30, 150
+"""Parts of an index: up to which a tensor is read as it is rather than followed further, and beyond which none is."""
 
 
 def rule(*names: str, moves: bool = False) -> Callable[[Rule], Rule]:
@@ -77,6 +79,10 @@ class Decline(Exception):
     def __init__(self, reason: str, node: Node | None = None, advice: str = "") -> None:
         super().__init__(reason)
         self.reason, self.node, self.advice = reason, node, advice
+
+
+class Tangled(Decline):
+    """An index became too long to be followed; a tensor that is asked at a short one is read as it is instead."""
 
 
 @dataclass
@@ -156,10 +162,12 @@ class Lift:
 
     def lift_tensor(self, node: Node, index: Index) -> Expr:
         place = self.facts.position[node]
+        if length(*index) > LONG:
+            raise Tangled("where its scores stand in memory is too long an expression to follow", node)
         if node in self.outside or self.facts.written_between(node, place, self.at):
             return self.leaf(node, index)
         if node.name in self.constants and (held := single(self.constants[node.name])) is not None:
-            return held
+            return const(held)
         if (spec := contraction(node)) is not None:
             return self.product(node, spec, index)
         apply_rule = self.rules.get(functional_name(node))
@@ -170,6 +178,10 @@ class Lift:
             self.at = place
         try:
             lifted = apply_rule(self, node, index)
+        except Tangled:
+            if length(*index) > SHORT:
+                raise
+            lifted = None
         finally:
             self.at = before
         stops = lifted is not None and not self.holds_score(lifted) and (cut(node) or self.scatters(lifted))
@@ -247,13 +259,6 @@ def inside(node: Node, spec: Contraction) -> set[Node]:
 def holds(e: Expr, names: Container[str]) -> bool:
     """Whether `e` reduces over keys or reads one of the tensors named."""
     return any(isinstance(x, Reduce) or (isinstance(x, Load) and x.tensor in names) for x in parts(e))
-
-
-def single(tensor: Any) -> Expr | None:
-    """The number in a constant tensor of one element."""
-    if not isinstance(tensor, torch.Tensor) or isinstance(tensor, FakeTensor) or tensor.numel() != 1:
-        return None
-    return const(tensor.item())
 
 
 def functional_name(node: Node) -> str:

@@ -144,6 +144,14 @@ def score_name(case: Any, which: int = 0) -> str:
     return str(case.dtypes[which]).removeprefix("torch.")
 
 
+REARRANGED = ("shift_by_two_paddings", "shift_by_a_column_of_zeros", "windows_in_the_batch")
+
+
+@pytest.mark.parametrize("case", [pytest.param(c, id=c.name) for c in dynamic.CASES if c.name in REARRANGED])
+def test_rearranged_by_lengths_that_are_symbols(case: Any) -> None:
+    check(case, score.score(case, "float32", options("--dynamic", "true")), [])
+
+
 STOPPED = ("queries_detached", "values_as_data", "keys_transposed_without_gradient", "bias_detached",
            "shift_without_gradient", "scores_detached", "weights_without_gradient", "denominator_detached",
            "output_scaled_in_place")  # fmt: skip

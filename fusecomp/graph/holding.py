@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx import GraphModule, Node
 
 from fusecomp.graph.facts import op_name
@@ -65,6 +66,11 @@ def hold(traced: GraphModule, gm: GraphModule, name: str) -> None:
 def numbers(module: GraphModule) -> dict[str, Tensor]:
     """Node -> what it reads, where that never changes."""
     return {n.name: x for n, x in reads(module) if not n.meta.get(STATE) or (n.users and all(map(lifted, n.users)))}
+
+
+def single(tensor: Tensor) -> bool | int | float | None:
+    """The number in a tensor of one element."""
+    return None if isinstance(tensor, FakeTensor) or tensor.numel() != 1 else tensor.item()
 
 
 def lifted(reader: Node) -> bool:

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 from fusecomp.ir.primitives import ATOM, PRIMITIVES, Primitive
@@ -179,6 +180,12 @@ def parts(e: Expr) -> Iterator[Expr]:
             seen.add(x)
             yield x
             stack.extend(x.args)
+
+
+@lru_cache(maxsize=1 << 14)
+def length(*es: Expr) -> int:
+    """How many parts they have together, written out."""
+    return sum(1 + length(*e.args) for e in es)
 
 
 def variables(e: Expr) -> frozenset[str]:

@@ -6,7 +6,7 @@ import math
 
 import torch
 import torch.nn.functional as F
-from corpus.table import BIG, INF, Table, qkv, scores, square
+from corpus.table import BIG, FULL, INF, Table, qkv, scores, square
 from torch import Tensor
 
 CASES = Table()
@@ -167,3 +167,34 @@ def queries_of_the_class_token(q: Tensor, k: Tensor, v: Tensor, near: bool = Fal
     """CaiT: the first token alone asks."""
     p = scores(q[:, :, :1], k).softmax(-2 if near else -1)
     return (p @ v).squeeze(2)
+
+
+# ----------------------------------------------------------------------------------------------------------------
+# Rearranged by lengths: fused with symbolic lengths too, where an index through all of it would be a page long
+
+
+@CASES.pair(lambda d: [*square(d, 13), d(25, 8)], grad=(0, 1, 2, 3), dtypes=FULL)
+def shift_by_two_paddings(q: Tensor, k: Tensor, v: Tensor, r: Tensor, near: bool = False) -> Tensor:
+    """VITS: scores by distance become scores by key."""
+    b, h, n, _ = q.shape
+    x = F.pad(F.pad(q @ r.mT, [0, 1]).view(b, h, n * 2 * n), [0, n - 1])
+    x = x.view(b, h, n + 1, 2 * n - 1)[:, :, :n, n - 1 :]
+    return (scores(q, k) + x).softmax(-2 if near else -1) @ v
+
+
+@CASES.pair(lambda d: [*square(d, 13), d(3, 25, 8)], grad=(0, 1, 2, 3), dtypes=FULL)
+def shift_by_a_column_of_zeros(q: Tensor, k: Tensor, v: Tensor, r: Tensor, near: bool = False) -> Tensor:
+    """Conformer: the same by a view of one row more."""
+    x = q @ r.mT
+    zero = torch.zeros((*x.size()[:3], 1), dtype=x.dtype)
+    x = torch.cat([zero, x], -1).view(*x.size()[:2], x.size(3) + 1, x.size(2))[:, :, 1:].view_as(x)
+    s = (q @ k.mT + x[:, :, :, : x.size(-1) // 2 + 1]) / math.sqrt(8)
+    return (s.cumsum(-1) if near else s).softmax(-1) @ v
+
+
+@CASES.pair(lambda d: [d(6, 16, 3, 4, 8), d(3, 16, 16)], grad=(0, 1), dtypes=FULL)
+def windows_in_the_batch(x: Tensor, mask: Tensor, near: bool = False) -> Tensor:
+    """Swin: windows out of the batch and into it again, for the mask of each."""
+    q, k, v = x.permute(2, 0, 3, 1, 4)
+    s = scores(q, k).view(-1, mask.shape[0], 4, 16, 16) + mask[:, None]
+    return s.view(-1, 4, 16, 16).softmax(1 if near else -1) @ v
