@@ -36,6 +36,10 @@ def exponential(e: Expr) -> Exponential | None:
             return found
         case Apply("exp", (Apply("log", (x,)),)):
             return exponential(x) or Exponential(e.args[0])
+        case Apply("exp", (Apply("where", (c, x, Const(float() as f))),)) if f == -INF and reduces(x):  # x = s - m
+            return chosen(exponential(Apply("exp", (x,))), c)
+        case Apply("exp", (Apply("where", (c, Const(float() as f), x)),)) if f == -INF and reduces(x):
+            return chosen(exponential(Apply("exp", (x,))), apply("not", c))
         case Apply("exp", (a,)):
             return Exponential(a)
         case Apply("pow", (x, Const(float() as n))) if n > 0:

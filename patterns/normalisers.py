@@ -98,9 +98,13 @@ def empty_row(row: Row) -> str | None:
 
 
 def is_largest(row: Row) -> bool:
-    """Whether the shift is the largest score of the row, so that the sum of exponentials is at least exp(0)."""
+    """Whether the shift is the largest score of the row, so that the sum of exponentials is at least exp(0). A fill
+    below every score that counts does for -inf: where no key is seen, each exponential is then inf or 0, times 0."""
     largest = row.shift and largest_of(unguarded(row.shift) or row.shift, row.key)
-    return largest is not None and equal(sunk(largest, row.shift), row.scores)
+    if largest is None:
+        return False
+    scores = sunk(largest, row.shift)
+    return equal(scores, row.scores) or equal(sunk_below(scores, LEAST), row.scores)
 
 
 def largest_of(m: Expr, key: Var) -> Expr | None:
@@ -168,8 +172,12 @@ def kept_above(m: Expr | None) -> float:
 
 def sunk(scores: Expr, shift: Expr | None) -> Expr:
     """The scores, filled with -inf where their fill lies so far below any shift that exponentials of it are 0."""
+    return sunk_below(scores, kept_above(shift) - VANISHES)
+
+
+def sunk_below(scores: Expr, least: float) -> Expr:
     found = split(scores)
-    if not found.keep or not -INF < found.fill < kept_above(shift) - VANISHES:
+    if not found.keep or not -INF < found.fill < least:
         return scores
     return apply("where", reduce(partial(apply, "and"), found.keep), found.score, const(-INF))
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
-from corpus.table import FULL, Draw, Table, places, scores, square
+from corpus.table import FULL, INF, MIN, Draw, Table, places, qkv, scores, square
 from torch import Tensor
 
 CASES = Table()
@@ -211,3 +211,41 @@ def norm_of_the_exponentials_times_a_tensor(q: Tensor, k: Tensor, v: Tensor) -> 
 def euclidean_norm(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     s = scores(q, k)
     return F.normalize(torch.exp(s - rows(s)), p=2, dim=-1) @ v
+
+
+# ----------------------------------------------------------------------------------------------------------------
+# The largest score of those that count, and a number beside the sum
+
+
+def blind(draw: Draw) -> list[Tensor]:
+    """One query sees no key."""
+    keep = draw.keep()
+    keep[4] = False
+    return [*qkv(draw), keep]
+
+
+@CASES.pair(lambda d: [*qkv(d), d.keep()], twin="either", dtypes=FULL, grad=())
+def least_number_under_the_maximum(q: Tensor, k: Tensor, v: Tensor, keep: Tensor, near: bool = False) -> Tensor:
+    s = scores(q, k)
+    e = (s - rows(s.masked_fill(~keep, -9 if near else MIN))).exp() * keep
+    return e / (e.sum(-1, keepdim=True) + 1e-6) @ v
+
+
+@CASES.fuse(blind, dtypes=FULL, grad=())
+def nan_of_an_infinity_times_zero(q: Tensor, k: Tensor, v: Tensor, keep: Tensor) -> Tensor:
+    return least_number_under_the_maximum(q, k, v, keep)
+
+
+@CASES.fuse(blind, dtypes=FULL, grad=())
+def masked_behind_the_maximum(q: Tensor, k: Tensor, v: Tensor, keep: Tensor) -> Tensor:
+    """exp(-inf) / 1e-6 = 0 in the row that sees no key; masked in front of the maximum, it is NaN."""
+    s = scores(q, k)
+    e = (s - rows(s.masked_fill(~keep, -INF))).masked_fill(~keep, -INF).exp()
+    return e / (e.sum(-1, keepdim=True) + 1e-6) @ v
+
+
+@CASES.fuse(blind, dtypes=FULL, grad=())
+def masked_in_front_of_the_maximum(q: Tensor, k: Tensor, v: Tensor, keep: Tensor) -> Tensor:
+    s = scores(q, k).masked_fill(~keep, -INF)
+    e = (s - rows(s)).exp()
+    return e / (e.sum(-1, keepdim=True) + 1e-6) @ v
