@@ -66,14 +66,18 @@ def computed(match: Match, tensors: list[Tensor], out: Tensor, dtype: torch.dtyp
     return found.nan_to_num(0.0) if match.region.empty_row == "zero" else found
 
 
+def differentiable(match: Match, out: Tensor, keys: int) -> bool:
+    """Whether there is room for what autograd keeps of the program, whose gradients are numbers in each row."""
+    return rooms(match, out, keys) >= KEPT and match.region.empty_row == "nan"
+
+
 def expected_gradients(
     match: Match, grad: Tensor, tensors: list[Tensor], lengths: Sequence[int], wanted: Sequence[int],
     grad_lse: Tensor | None,
 ) -> tuple[Sequence[Tensor | None], Sequence[Tensor], str]:  # fmt: skip
     """(eager's, the exact ones, what those are): the program under autograd where there is room for what that
     keeps, else the region's meaning a block of rows at a time."""
-    keys = dict(zip(match.region.sizes, lengths, strict=True)).get("N", 1)
-    if rooms(match, grad, keys) >= KEPT and match.region.empty_row == "nan":
+    if differentiable(match, grad, dict(zip(match.region.sizes, lengths, strict=True)).get("N", 1)):
         found = [differentiated(match, grad, tensors, wanted, dtype, grad_lse) for dtype in (None, torch.float64)]
         if found[1] is not None:
             return found[0] or [None] * len(wanted), found[1], "autograd in float64"

@@ -28,7 +28,16 @@ from fusecomp.ir.region import Operand
 from fusecomp.patterns.build import Match
 from fusecomp.running import cache, layout
 from fusecomp.running.backward import gradients
-from fusecomp.running.expected import EAGER_SCORES, KEPT, computed, expected_gradients, pick, rooms, sample
+from fusecomp.running.expected import (
+    EAGER_SCORES,
+    KEPT,
+    computed,
+    differentiable,
+    expected_gradients,
+    pick,
+    rooms,
+    sample,
+)
 from fusecomp.running.inputs import draw
 from fusecomp.running.launching import compiling
 from fusecomp.running.operator import Gradients, Launch, empty_ordered
@@ -64,7 +73,8 @@ def verify(
     before = [t._version for t in drawn[0]]
     with compiling(launches(match, drawn, launch, sizes, backward) if device.type == "cuda" else [], device):
         run = compare(match, drawn, launch, sizes, backward)
-        differentiated = judge_gradients(match, drawn, launch, backward, sizes) if match.learned else None
+        trained = match.learned and (backward is not None or differentiable(match, drawn[1], sizes["N"]))
+        differentiated = judge_gradients(match, drawn, launch, backward, sizes) if trained else None
     if [t._version for t in drawn[0]] != before:
         drawn[0][:] = example(match, sizes, device)[0]  # the graph wrote into what it reads
     out_dtype = match.region.out_dtype
