@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import partial, reduce
 
 from fusecomp.ir.algebra import apply, const, substitute
-from fusecomp.ir.expr import Apply, Cast, Const, Expr, Largest, Reduce, Var, dtype_kind
+from fusecomp.ir.expr import Apply, Cast, Const, Expr, Largest, Load, Reduce, Var, dtype_kind, parts
 from fusecomp.patterns.exponentials import INF, Exponential, is_choice
 from fusecomp.patterns.lift import Decline
 from fusecomp.patterns.masks import conjuncts, split
@@ -95,6 +95,15 @@ def empty_row(row: Row) -> str | None:
         return "nan"
     hidden = {t for f in row.choices for t in conjuncts(f.args[0])}
     return "zero" if row.e.masked_by == {"choice"} and set(masked.keep) <= hidden else None
+
+
+def without_nan(factor: Expr) -> str:
+    """What a row gives in nan_to_num(factor softmax(a)): 0 where its softmax is NaN. Raises Decline where the factor may
+    be NaN by itself."""
+    if any(isinstance(x, Load) and dtype_kind(x.dtype) == "float" for x in parts(factor)):
+        raise Decline("nan_to_num looks at a softmax times a tensor, which may hold NaN or infinities of its own",
+                      advice="apply nan_to_num to the softmax, then multiply")  # fmt: skip
+    return "guarded"
 
 
 def is_largest(row: Row) -> bool:

@@ -40,7 +40,7 @@ from fusecomp.patterns.exponentials import (
 )  # fmt: skip
 from fusecomp.patterns.lift import Decline
 from fusecomp.patterns.masks import conjuncts, split
-from fusecomp.patterns.normalisers import Row, follows_fill, guarded, settled, sunk, unguarded
+from fusecomp.patterns.normalisers import Row, follows_fill, guarded, settled, sunk, unguarded, without_nan
 from fusecomp.patterns.positive import logarithm
 
 MOST_EXTRAS = 8
@@ -93,7 +93,7 @@ def softmax_weights(e: Expr, key: Var) -> Weights | None:
             return scaled(softmax_weights(x, key), apply("div", const(1.0), w))
         case Apply("where", (Apply("isnan", (x,)), Const(0 | 0.0), y)) if within(y) == x:
             found = softmax_weights(x, key)
-            return found and replace(found, empty_row="guarded")
+            return found and replace(found, empty_row=without_nan(found.factor))
         case Apply("where", (c, Const(0 | 0.0), x)) if no_score_is_live(c, x, key):
             found = softmax_weights(x, key)
             return found and replace(found, empty_row="zero")

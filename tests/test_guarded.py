@@ -7,13 +7,14 @@ from collections.abc import Callable
 import pytest
 import torch
 from kernels import Interpreter, agree, tiles
-from recognising import region_of
+from recognising import candidates, region_of
 from regions import attention, causal, scaled_score
 from torch import Tensor
 
 from fusecomp.codegen.emit import emit
 from fusecomp.codegen.hopper import specialised
 from fusecomp.ir.reference import evaluate
+from fusecomp.patterns.attention import Declined
 
 INF, SIZES = float("inf"), {"B": 2, "H": 3, "M": 13, "N": 40}
 
@@ -47,6 +48,17 @@ def test_rows_of_nan(interpreter: Interpreter, fn: Callable[..., Tensor], empty_
     agree(interpreter, region, args, SIZES, tiles(region, 16, 16, skeleton))
     fast = torch.compile(fn, backend="fusecomp", options={"inner": "eager", "strict": True})
     torch.testing.assert_close(fast(*args), expected, equal_nan=True)
+
+
+def test_of_a_gate_it_is_another_function() -> None:
+    """An infinite gate gives the largest number, and a NaN in it 0 for its key alone."""
+
+    def fn(q: Tensor, k: Tensor, v: Tensor, gate: Tensor) -> Tensor:
+        return ((q @ k.mT).softmax(-1) * gate).nan_to_num() @ v
+
+    (found,) = candidates(fn, *operands()[:3], torch.randn(13, 40))
+    assert isinstance(found, Declined)
+    assert "may hold NaN" in found.reason
 
 
 def test_on_hopper() -> None:
