@@ -98,8 +98,8 @@ def empty_row(row: Row) -> str | None:
 
 
 def without_nan(factor: Expr) -> str:
-    """What a row gives in nan_to_num(factor softmax(a)): 0 where its softmax is NaN. Raises Decline where the factor may
-    be NaN by itself."""
+    """What a row gives in nan_to_num(factor softmax(a)): 0 where its softmax is NaN. Raises Decline where the factor
+    may be NaN by itself."""
     if any(isinstance(x, Load) and dtype_kind(x.dtype) == "float" for x in parts(factor)):
         raise Decline("nan_to_num looks at a softmax times a tensor, which may hold NaN or infinities of its own",
                       advice="apply nan_to_num to the softmax, then multiply")  # fmt: skip
