@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from paging import BLOCK, H, cache_of, dense, filled, holds, more, run
+from paging import BLOCK, DV, HKV, D, H, cache_of, dense, filled, holds, more, run
+from torch import Tensor
 
 import fusecomp
 from fusecomp import backend
+from fusecomp.errors import OptionError
+from fusecomp.paged import PagedKVCache, Step
 from fusecomp.pipeline import Compilation
 
 
@@ -87,3 +92,30 @@ def test_eager_too_forgives_what_lies_past_a_length(form: str) -> None:
     got = run(cache, seqs, **shape)
     for (seq, tokens), count in zip(seqs.items(), counts, strict=True):
         torch.testing.assert_close(got[seq].double(), dense(tokens, count), rtol=1e-4, atol=1e-5)
+
+
+WRONG: dict[str, Callable[[PagedKVCache, Step, Tensor, Tensor, Tensor], object]] = {
+    "write: k is [8, 16, 2], not [8, 2, 16]": lambda c, s, q, k, v: c.write(0, k.mT, v, s),
+    "write: v is [1, 2, 24], not [8, 2, 24]": lambda c, s, q, k, v: c.write(0, k, v[:1], s),
+    "write: there is no layer 2 in a cache of 2, counted from 0": lambda c, s, q, k, v: c.write(2, k, v, s),
+    "attend: q is [8, 3, 16], not [8, a multiple of 2, 16]": lambda c, s, q, k, v: c.attend(0, q[:, :3], s),
+    "attend: q is [7, 6, 16], not [8, a multiple of 2, 16]": lambda c, s, q, k, v: c.attend(0, q[:7], s),
+    "attend: sinks are [3], not [6]": lambda c, s, q, k, v: c.attend(0, q, s, sinks=torch.zeros(3)),
+    "attend: a window of 0 tokens": lambda c, s, q, k, v: c.attend(0, q, s, window=0),
+    "attend: a soft cap of 0": lambda c, s, q, k, v: c.attend(0, q, s, softcap=0),
+    "pages of torch.int8": lambda c, s, q, k, v: c.add_layer(HKV, D, DV, torch.int8),
+}
+
+
+@pytest.mark.parametrize("said", WRONG)
+def test_what_would_be_read_as_something_else_is_refused(said: str) -> None:
+    """Keys with heads and sizes exchanged hold as many numbers."""
+    cache = cache_of()
+    seqs = filled(cache)
+    more(cache, seqs, (1, 5, 2))
+    step, q = cache.step(list(seqs)), torch.randn(8, H, D)
+    k, v = torch.randn(8, HKV, D), torch.randn(8, HKV, DV)
+    whole = cache.keys[0].clone()
+    with pytest.raises(OptionError, match=re.escape(said)):
+        WRONG[said](cache, step, q, k, v)
+    assert torch.equal(cache.keys[0], whole)

@@ -63,7 +63,9 @@ class PagedKVCache(BlockTables):
             self.add_layer(kv_heads, head_dim, head_dim if v_head_dim is None else v_head_dim, dtype)
 
     def add_layer(self, kv_heads: int, head_dim: int, v_head_dim: int, dtype: torch.dtype) -> int:
-        """Pages of one more layer; its number."""
+        """Pages of one more layer; its number. OptionError for whole numbers, to which keys would be cut."""
+        if not dtype.is_floating_point:
+            raise OptionError(f"pages of {dtype} hold no keys as a model makes them: give a floating-point dtype")
         for pages, d in ((self.keys, head_dim), (self.values, v_head_dim)):
             shape = (self.allocator.num_blocks + 2, self.block_size, kv_heads, d)
             pages.append(torch.zeros(shape, dtype=dtype, device=self.device))
@@ -103,9 +105,15 @@ class PagedKVCache(BlockTables):
         return step
 
     def write(self, layer: int, k: Tensor, v: Tensor, step: Step) -> None:
-        """Put the keys and values of the step's tokens, [B, M, Hkv, D] or packed [T, Hkv, D], into their slots."""
-        attention.write(self.keys[layer], k, step.slot_mapping)
-        attention.write(self.values[layer], v, step.slot_mapping)
+        """Put the keys and values of the step's tokens, [B, M, Hkv, D] or packed [T, Hkv, D], into their slots.
+        OptionError for another shape."""
+        pages = self._pages_of(layer, "write")
+        for name, new, held in zip("kv", (k, v), pages, strict=True):
+            if new.shape != (*step.slot_mapping.shape, *held.shape[2:]):
+                wanted = [*step.slot_mapping.shape, *held.shape[2:]]
+                raise OptionError(f"write: {name} is {[*new.shape]}, not {wanted}: the step's places, Hkv, head size")
+        for new, held in zip((k, v), pages, strict=True):
+            attention.write(held, new, step.slot_mapping)
 
     def attend(
         self,
@@ -122,18 +130,25 @@ class PagedKVCache(BlockTables):
 
         q is [B, M, H, D] or packed [T, H, D], and so is the result, with heads of V's size. `scale` is D^-0.5 unless
         given; `softcap` c makes scores c tanh(s / c); a token sees the `window` tokens up to itself, or all; `sinks`
-        [H] are logits that take part in the normaliser. OptionError for a wider window than the cache keeps.
+        [H] are logits that take part in the normaliser. OptionError for a wider window than the cache keeps, for
+        another shape, and for numbers that make no attention.
         """
+        pages = self._pages_of(layer, "attend")
+        _refuse(q, pages[0], step, softcap, window, sinks)
         if self.window is not None and (window is None or window > self.window):
             said = f"{'all' if window is None else window} tokens in a cache that keeps the last {self.window}"
             raise OptionError(f"attend: a window of {said}: build it with the widest window of all layers")
         table, size, starts = step.block_table, self.block_size, step.cu_seqlens_q
-        pages = self.keys[layer], self.values[layer]
         if step.packed:
             seen = attention.seen_by_tokens(table, size, step.positions, starts, window)
             return attention.attend(q[:, None], *pages, seen, scale, softcap, sinks)[:, 0]
         seen = attention.seen_by_rows(table, size, step.seq_lens, starts, q.shape[1], window)
         return attention.attend(q, *pages, seen, scale, softcap, sinks)
+
+    def _pages_of(self, layer: int, what: str) -> tuple[Tensor, Tensor]:
+        if not 0 <= layer < len(self.keys):
+            raise OptionError(f"{what}: there is no layer {layer} in a cache of {len(self.keys)}, counted from 0")
+        return self.keys[layer], self.values[layer]
 
     # ------------------------------------------------------------------------------------------------------------
     # Pages that move
@@ -163,3 +178,19 @@ class PagedKVCache(BlockTables):
         of = torch.tensor(places, dtype=torch.long, device="cpu")
         for pages, kept in zip((*self.keys, *self.values), saved, strict=True):
             pages[to] = kept[of].to(self.device)
+
+
+def _refuse(
+    q: Tensor, keys: Tensor, step: Step, softcap: float | None, window: int | None, sinks: Tensor | None
+) -> None:
+    """OptionError for what would fail further on without a word of why, or give numbers that mean nothing."""
+    places, (hkv, d), h = step.slot_mapping.shape, keys.shape[2:], q.shape[-2]
+    if q.shape[:-2] != places or q.shape[-1] != d or h % hkv:
+        wanted = ", ".join(map(str, (*places, f"a multiple of {hkv}", d)))
+        raise OptionError(f"attend: q is {[*q.shape]}, not [{wanted}]: the step's places, heads, head size")
+    if sinks is not None and sinks.shape != (h,):
+        raise OptionError(f"attend: sinks are {[*sinks.shape]}, not [{h}]: one for each query head")
+    if window is not None and window < 1:
+        raise OptionError(f"attend: a window of {window} tokens: give at least 1, or None to see all")
+    if softcap is not None and softcap <= 0:
+        raise OptionError(f"attend: a soft cap of {softcap}: give a positive number, or None for none")
