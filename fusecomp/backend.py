@@ -154,11 +154,16 @@ def fuse(gm: GraphModule, example_inputs: Sequence[Any], **options: Any) -> Grap
 
     `example_inputs` are tensors or numbers of the graph's inputs; lengths are fixed to theirs, unless the graph carries
     symbolic ones. `options` are the backend's; the rest of the graph is left as it is. Returns a new GraphModule, or
-    `gm` itself where nothing was fused. OptionError for an unknown option; VerificationError under strict=True.
+    `gm` itself where nothing was fused. TypeError for what is no graph, or for too few inputs of one that does not know
+    their shapes; OptionError for an unknown option; VerificationError under strict=True.
     """
     from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
-    values = placeholder_values(gm)
+    if not isinstance(gm, GraphModule):
+        raise TypeError(f"fuse takes a torch.fx.GraphModule, such as torch.export.export(...).module(), not {type(gm)}")
+    values, names = placeholder_values(gm), [n.name for n in gm.graph.find_nodes(op="placeholder") if not n.args]
+    if any(v is None for v in values) and len(example_inputs) < len(names):
+        raise TypeError(f"fuse: the graph takes {', '.join(names)}; {len(example_inputs)} inputs were given")
     if any(v is None for v in values) or len({v.fake_mode for v in values if isinstance(v, FakeTensor)}) > 1:
         mode = FakeTensorMode(allow_non_fake_inputs=True)
         values = [mode.from_tensor(x) if isinstance(x, torch.Tensor) else x for x in example_inputs]

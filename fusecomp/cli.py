@@ -46,7 +46,7 @@ for command in (tiles, io, kv, bench):
 Name = Annotated[str, typer.Argument(metavar="FILE:FUNCTION", help="a function, or a factory of (model, args)")]
 Args = Annotated[list[str] | None, typer.Option("--arg", help="shape of each input, or of all: 2x4x96x64:bf16")]
 Chosen = Annotated[list[str] | None, typer.Option("--option", "-o", help="KEY=VALUE, as in torch.compile's options")]
-On = Annotated[str | None, typer.Option("--on", help="cpu or cuda; default: where the model makes its tensors")]
+On = Annotated[str | None, typer.Option("--on", help="cpu, cuda, or meta to run nothing; default: where the model is")]
 
 
 def main() -> None:
@@ -78,7 +78,7 @@ def show(
     on: On = None,
     backward: Annotated[bool, typer.Option("--backward", help="the kernels of the gradients instead")] = False,
 ) -> None:
-    """Print what a stage makes of each attention. Needs no GPU: nothing is run but eager PyTorch."""
+    """Print what a stage makes of each attention. Needs no GPU: eager PyTorch alone is run, with --on meta nothing."""
     from fusecomp.planning.device import current, find
     from fusecomp.show import STAGES, graphs, stage
 

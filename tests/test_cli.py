@@ -134,6 +134,15 @@ def test_show_the_gradients(call: Call, model: str, device: str, stage: str, par
     assert part not in call("show", "--until", stage, *given)[1]
 
 
+def test_show_without_computing(call: Call, tmp_path: Path) -> None:
+    """Scores that no machine could hold: the tensors have no elements."""
+    path = tmp_path / "wide.py"
+    path.write_text("import torch\n\ndef attention(q, k, v):\n    return torch.softmax(q @ k.mT * 0.125, -1) @ v\n")
+    status, out, _ = call("show", f"{path}:attention", "--on", "meta", "--arg", "1x8x131072x8:bf16")
+    assert status == 0
+    assert "[1, 8, 131072, 8]  bfloat16" in out
+
+
 def test_show_says_where_nothing_is_trained(call: Call, model: str) -> None:
     status, out, _ = call("show", "--backward", f"{model}:frozen")
     assert status == 0

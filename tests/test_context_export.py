@@ -190,3 +190,11 @@ def test_bodies_of_the_program_itself_are_left_alone() -> None:
     assert fused is not module
     assert not any("fusecomp" in str(n.target) for m in module.modules() if isinstance(m, torch.fx.GraphModule)
                    for n in m.graph.nodes)  # fmt: skip
+
+
+def test_what_is_no_graph_and_inputs_that_are_missing() -> None:
+    with pytest.raises(TypeError, match=r"takes a torch\.fx\.GraphModule, such as"):
+        fusecomp.fuse(attend, (torch.ones(2, 3),))  # type: ignore[arg-type]
+    graph = torch.fx.symbolic_trace(lambda q, k, v: torch.softmax(q @ k.transpose(-1, -2), -1) @ v)
+    with pytest.raises(TypeError, match="the graph takes q, k, v; 2 inputs were given"):
+        fusecomp.fuse(graph, (torch.ones(2, 3), torch.ones(2, 3)))
