@@ -30,6 +30,7 @@ ROWS = 4
 """Tiles that a report lists of each plan; `fusecomp show --until plan` lists more."""
 
 NOTHING = "No softmax or scaled_dot_product_attention in what was compiled."
+NO_GRAPH = "Dynamo compiled no graph; TORCH_LOGS=graph_breaks shows where it stopped."
 STYLES = {"fused": "bold green", "declined": "bold yellow", "fallback": "bold red"}
 LOWERINGS = {
     "triton": "generated Triton kernel",
@@ -168,6 +169,11 @@ class Report:
         graphs = f"{self.graphs} {_plural('graph', self.graphs)}"
         return f"{found} in {graphs}{': ' if kinds else ''}{', '.join(kinds)}"
 
+    @property
+    def nothing(self) -> str:
+        """What to say where it has no entries."""
+        return NOTHING if self.graphs else NO_GRAPH
+
     def __str__(self) -> str:
         console = Console(file=io.StringIO(), width=WIDTH, color_system=None, legacy_windows=False)
         console.print(self)
@@ -180,7 +186,7 @@ class Report:
         for note in self.notes:
             yield Padding(Text(note, "yellow"), (0, 0, 0, 2))
         if not self.entries:
-            yield Padding(Text(NOTHING), (0, 0, 0, 2))
+            yield Padding(Text(self.nothing), (0, 0, 0, 2))
         for group in self.groups():
             yield Text()
             yield _heading(group)

@@ -19,7 +19,7 @@ from fusecomp.planning.device import Device, current, live
 from fusecomp.planning.ranking import rank_backward, rank_plan
 from fusecomp.planning.tile import TilePlan
 from fusecomp.planning.units import size
-from fusecomp.report import NOTHING, Report, cost_text, plan_text
+from fusecomp.report import Report, cost_text, plan_text
 from fusecomp.running import hopper
 from fusecomp.settings import cache_dir, environment
 from fusecomp.tables import considered, printed
@@ -62,7 +62,7 @@ def stage(report: Report, until: str, device: Device, backward: bool = False) ->
     `backward`: of the kernels of the gradients."""
     comment = "//" if until == "ptx" else "#"
     if not report.entries:
-        yield f"{comment} {NOTHING}"
+        yield f"{comment} {report.nothing}"
     for group in report.groups():
         entry = group[0]
         alike = f", {len(group)} alike" if len(group) > 1 else ""

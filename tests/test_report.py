@@ -164,3 +164,8 @@ def test_size(value: float, text: str) -> None:
 @pytest.mark.parametrize(("value", "text"), [(2.5, "2.5 s"), (4.2e-4, "420 us"), (1.72e-3, "1.72 ms"), (3e-8, "30 ns")])
 def test_seconds(value: float, text: str) -> None:
     assert r.seconds(value) == text
+
+
+def test_a_report_without_a_graph_says_where_to_look() -> None:
+    assert "Dynamo compiled no graph; TORCH_LOGS=graph_breaks" in str(Report((), graphs=0))
+    assert "No softmax" in str(Report(()))
