@@ -208,7 +208,7 @@ class GradientFrame(Frame):
     @cached_property
     def may_be_hidden(self) -> bool:
         """Whether O may be NaN in such a row: it adds nothing to any gradient all the same."""
-        return self.may_be_empty and self.region.empty_row == "nan"
+        return self.may_be_empty and self.region.empty_row in ("nan", "unsafe")
 
     # ------------------------------------------------------------------------------------------------------------
     # Keys: the axes that dK and dV have, and those they sum over

@@ -166,7 +166,7 @@ def prefill(frame: Frame, saves_lse: bool = False) -> tuple[str, list[str]]:
 def decode(frame: Frame, saves_lse: bool = False) -> tuple[str, list[str]]:
     """(kernels, launcher) where several programs share the keys of one query tile."""
     functions, taken = schedule(frame)
-    begin = state(frame) if frame.sink is None else first_share(state(frame))
+    begin = first_share(state(frame)) if frame.region.grounded else state(frame)
     holes: dict[str, str | list[str]] = {**common(frame), "program": decoded(frame), "state": begin}
     holes |= {"share": share(frame, taken), "range": taken, "next_kernel": overlap(frame, NEXT)}
     holes |= {"stored_rows": stored_rows(frame), "store_parts": store_parts(frame), "first_rows": first_rows(frame)}

@@ -141,8 +141,8 @@ class Frame:
 
     @cached_property
     def sink(self) -> Expr | None:
-        """The sink that a row begins with; one that is told by the largest score is added at the end."""
-        return self.packed(self.region.sink) if self.region.grounded else None  # type: ignore[arg-type]
+        """The sink, but for one that is told by the largest score."""
+        return self.packed(self.region.sink) if self.region.sink and self.region.beside is None else None
 
     @cached_property
     def reach(self) -> Reach:

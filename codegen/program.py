@@ -190,7 +190,7 @@ def _natural(frame: Frame, bound: Bound, greatest: bool) -> bool:
 def state(frame: Frame) -> Lines:
     """row_max = -inf, row_sum = 0, acc = 0; with a sink row_max = sink, row_sum = exp(sink - row_max) = 1."""
     accs = [f"{c.name('acc')} = tl.zeros([BLOCK_M, {c.size}], tl.float32)" for c in frame.dv_chunks]
-    if frame.sink is None:
+    if frame.sink is None or not frame.region.grounded:
         return [
             'row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)',
             "row_sum = tl.zeros([BLOCK_M], tl.float32)",
@@ -212,7 +212,11 @@ def sink_text(frame: Frame, e: Exponent) -> str:
 
 
 def beside(frame: Frame) -> Lines:
-    """row_sum + c exp(max S - row_max), where that is what a sink adds; a row that sees no key has none."""
+    """row_sum + c exp(max S - row_max), where that is what a sink adds; a row that sees no key has none. Or
+    row_sum + exp(sink - row_max), where such a row gives NaN."""
+    if frame.region.empty_row == "unsafe":
+        weight = frame.exponent.exp(f"{sink_text(frame, frame.exponent)} - row_max")
+        return [f"row_sum = tl.where(row_sum == 0.0, 0.0, row_sum + {weight})  # the sink; 0 where no key is seen"]
     c = frame.region.beside
     if c is None:
         return []

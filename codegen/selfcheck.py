@@ -195,6 +195,8 @@ def _softmax(region: AttentionRegion) -> Lines:
         lines.append("p = torch.nan_to_num(p)")
     elif region.empty_row == "zero":
         lines.append('p = torch.where(s.amax(dim=-1, keepdim=True) == float("-inf"), 0.0, p)')
+    elif region.empty_row == "unsafe":
+        lines.append('p = torch.where(s.amax(dim=-1, keepdim=True) == float("-inf"), float("nan"), p)')
     if region.weight != Const(1.0):
         body, level = show(region.weight, names)
         lines.append(f"p = p * {f'({body})' if level >= TIMES else body}")

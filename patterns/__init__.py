@@ -6,6 +6,7 @@
     views, fetches, progressions        rearrangements, look-ups, running sums
     promotion, rounding                 dtypes: what is computed in, what it does to values
     weights, exponentials, positive, normalisers, rows, seen     the softmax in that expression, however it was spelled
+    entries                             which entries of the normalised axis are keys
     masks, dropout, logsums, stops      the mask in it, what stands beside the softmax, and where gradients end
     operands, quantised, apart, naming  what Q, K, V and the others are in memory, and what they are called
     build, reasons                      the region and its binding, or why there is none

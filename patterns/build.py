@@ -16,7 +16,7 @@ from fusecomp.ir.region import AttentionRegion, Operand, Product
 from fusecomp.patterns import dropout
 from fusecomp.patterns.lift import Decline, Lift, Outside
 from fusecomp.patterns.logsums import MAXIMA, LogSum, check_shifts, leading_to_sums, with_readers
-from fusecomp.patterns.masks import Masked, sees_a_key, sees_nothing, split, without_scores
+from fusecomp.patterns.masks import Masked, check_safe, sees_a_key, sees_nothing, split, sure, without_scores
 from fusecomp.patterns.naming import Lengths, Naming, SizeSource, alike, memory_order, operand_names
 from fusecomp.patterns.products import Found, Pair, score_products, value_access
 from fusecomp.patterns.reasons import NEW_TENSOR, ON_ITS_OWN, ONE_FACTOR, called
@@ -101,6 +101,7 @@ def build(lift: Lift, found: Found, anchor: Node, shared: Container[Node] = ()) 
     check_shifts(interior, sums)
     check_largest(found, scores, interior, sums)
     match = bind(lift, found, scores, products, v, names, interior, anchor)
+    check_safe(match.region, sums)
     match = with_sums(lift, match, sums, early) if sums else match
     results = [found.output, *(s.node for s in sums if learns(s.node))]
     still = stopped(made, interior, match.path, match.inputs, results)
@@ -216,7 +217,7 @@ def bind(
     sizes = Lengths(lift, found, names, interior)
     of_products: dict[Expr, Expr] = {x: apply("mul", Score(t), p.factor) for t, (x, p) in enumerate(products.items())}
     named = Naming(lift, names, sizes, of_products)
-    region = alike(region_of(found, scores, list(products.values()), v, named, anchor), sizes)
+    region = alike(sure(region_of(found, scores, list(products.values()), v, named, anchor)), sizes)
     known = {name: sizes.source(name) for name in region.sizes}
     out_shape = tuple(sizes.axis(found, a) for a in found.out_axes)
     nodes = tuple(lift.reads[name].node for name in names)

@@ -8,14 +8,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Container
+from collections.abc import Container, Sized
 from dataclasses import dataclass, replace
 
 from fusecomp.ir import data
 from fusecomp.ir.algebra import COMPARE, FALSE, TRUE, ZERO, apply, const, substitute
 from fusecomp.ir.expr import Apply, Cast, Const, Expr, Var, kind, parts, transform, variables
 from fusecomp.ir.poly import from_poly, poly
-from fusecomp.ir.region import AttentionRegion
+from fusecomp.ir.region import AttentionRegion, loads_of
+from fusecomp.patterns.lift import Decline
 
 INF = float("inf")
 ABSORBING = -6e4
@@ -91,7 +92,7 @@ def hiding(region: AttentionRegion) -> AttentionRegion:
         S = s + L        S where L > F, F = ABSORBING; rows whose live scores all lie below F / 2 see every key
 
     For the data may hold a finite fill, as `finfo.min` is in most masks that models are given."""
-    if region.beside is not None:  # which counts in rows that see no more than a fill
+    if region.sink is not None and not region.grounded:  # a row that sees no more than a fill is not one without keys
         return region
     hides = tuple(apply("gt", x, const(ABSORBING)) for x in data.added(region))
     if not hides or region.sink is not None:
@@ -171,6 +172,22 @@ def sees_a_key(keep: tuple[Expr, ...], q_idx: Var, kv_idx: Var) -> bool:
     own_exists = apply("lt", q_idx, kv_idx.size) == TRUE
     witnesses = [ZERO, last, *([q_idx] if own_exists else [])]
     return any(all(substitute(t, {kv_idx: at}) == TRUE for t in keep) for at in witnesses)
+
+
+def sure(region: AttentionRegion) -> AttentionRegion:
+    """The region, whose rows give no NaN for want of a key where each has a score above -inf."""
+    hides = any(data.summands(region.score)) or any(x == const(-INF) for x in parts(region.score))
+    seen = not hides and sees_a_key(region.keep, region.q_idx, region.kv_idx)
+    return replace(region, empty_row="nan") if region.empty_row == "unsafe" and seen else region
+
+
+def check_safe(region: AttentionRegion, sums: Sized) -> None:
+    """Raise Decline where rows that see no key give NaN, and kernels give none: what combines shares reads no sink."""
+    reads = region.sink is not None and loads_of(region.sink)
+    if region.empty_row == "unsafe" and (reads or sums):
+        raise Decline("a query that sees no key subtracts -inf from its scores, beside a sink that is "
+                      f"{'a tensor' if reads else 'in a logarithm that is read'}",
+                      advice="keep the maximum from -inf before it is subtracted")  # fmt: skip
 
 
 def sees_nothing(keep: tuple[Expr, ...]) -> bool:

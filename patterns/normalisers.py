@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import partial, reduce
 
 from fusecomp.ir.algebra import apply, const, substitute
-from fusecomp.ir.expr import Apply, Cast, Const, Expr, Largest, Load, Reduce, Var, dtype_kind, parts
+from fusecomp.ir.expr import Apply, Cast, Const, Expr, Largest, Load, Reduce, Size, Var, dtype_kind, kind
 from fusecomp.patterns.exponentials import INF, Exponential, is_choice
 from fusecomp.patterns.lift import Decline
 from fusecomp.patterns.masks import conjuncts, split
@@ -73,7 +73,8 @@ def settled(guard: Guard, extras: list[Expr], row: Row) -> tuple[list[Expr], str
     kept_from_zero = guard.from_zero or (guard.floor or 0.0) > 0 or sum(numbers) > 0
     empty = "zero" if kept_from_zero and empty == "zero" else "nan"
     if sum(numbers) <= LOST:
-        return [x for x in extras if not (numbers and number_of(x) is not None)], empty
+        left = [x for x in extras if not (numbers and number_of(x) is not None)]
+        return left, "unsafe" if left and empty == "nan" and falls(row.shift, row.key) else empty
     if len(numbers) < len(extras):
         raise Decline("the normaliser adds a number and more to exponentials that were shifted by a maximum",
                       advice="add the exponential of a logit less the maximum")  # fmt: skip
@@ -100,10 +101,44 @@ def empty_row(row: Row) -> str | None:
 def without_nan(factor: Expr) -> str:
     """What a row gives in nan_to_num(factor softmax(a)): 0 where its softmax is NaN. Raises Decline where the factor
     may be NaN by itself."""
-    if any(isinstance(x, Load) and dtype_kind(x.dtype) == "float" for x in parts(factor)):
+    if not finite(factor):
         raise Decline("nan_to_num looks at a softmax times a tensor, which may hold NaN or infinities of its own",
                       advice="apply nan_to_num to the softmax, then multiply")  # fmt: skip
     return "guarded"
+
+
+def falls(m: Expr | None, key: Var) -> bool:
+    """Whether a shift is -inf where every key is: then exp(a - m) is NaN, whatever is in the sum beside it."""
+    match m:
+        case None:
+            return False
+        case Reduce("max", var) | Apply("log" | "log2", (Reduce("sum", var),)):
+            return bool(var.size == key.size)
+        case Cast(x) | Apply("mul" | "div" | "add" | "sub", (x, Const())):
+            return falls(x, key)
+        case Apply("add", (x, y)):
+            return falls(x, key) or falls(y, key)
+    return False
+
+
+def finite(e: Expr) -> bool:
+    """Whether no number makes `e` NaN or infinite, short of an overflow."""
+    match e:
+        case Load(_, _, dtype):
+            return dtype_kind(dtype) != "float"
+        case Const(c):
+            return abs(c) < INF
+        case Var() | Size():
+            return True
+        case Cast(x):
+            return finite(x)
+        case Apply("where", (_, x, y)):
+            return finite(x) and finite(y)
+        case Apply("add" | "sub" | "mul" | "min" | "max" | "neg" | "abs", of):
+            return all(map(finite, of))
+        case Apply("div", (x, Const(c))):
+            return c != 0 and finite(x)
+    return kind(e) != "float"
 
 
 def is_largest(row: Row) -> bool:

@@ -20,9 +20,9 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import partial, reduce
 
-from fusecomp.ir.algebra import ZERO, apply, const, log_add_exp, substitute
+from fusecomp.ir.algebra import apply, const, log_add_exp, substitute
 from fusecomp.ir.expr import Apply, Cast, Const, Expr, Largest, Reduce, Var, dtype_kind, parts, variables
-from fusecomp.ir.poly import poly
+from fusecomp.patterns.entries import first_key, outside
 from fusecomp.patterns.exponentials import (
     INF,
     LOG2,
@@ -40,14 +40,14 @@ from fusecomp.patterns.exponentials import (
 )  # fmt: skip
 from fusecomp.patterns.lift import Decline
 from fusecomp.patterns.masks import conjuncts, split
-from fusecomp.patterns.normalisers import Row, follows_fill, guarded, settled, sunk, unguarded, without_nan
+from fusecomp.patterns.normalisers import Row, finite, follows_fill, guarded, settled, sunk, unguarded, without_nan
 from fusecomp.patterns.positive import logarithm
 
-MOST_EXTRAS = 8
-"""Entries of the normaliser that are not keys: a sink is one."""
 OTHER_ZEROS = (
     "weights are zeroed where the mask of the scores does not say so: of a query that sees no key, some are NaN, some 0"
 )
+LOSES = ("nan", "unsafe")
+"""Of `AttentionRegion.empty_row`: such a row is NaN."""
 ADRIFT = "what is subtracted from the scores of a query that sees no key may be another number than their fill"
 
 
@@ -65,6 +65,12 @@ class Weights:
     """Whether the logarithm of the sum was subtracted from the scores: it is lost in a large finite fill."""
     adrift: bool = False
     """Whether what was subtracted from a row that holds nothing but a finite fill may be another number than that."""
+
+    @property
+    def grounded(self) -> bool:
+        """Whether a sink keeps a row that sees no key from being NaN."""
+        told = self.sink is not None and any(isinstance(x, Largest) for x in parts(self.sink))
+        return self.sink is not None and not told and self.empty_row != "unsafe"
 
     def times(self, w: Expr) -> Weights:
         return replace(self, factor=apply("mul", self.factor, w))
@@ -108,12 +114,15 @@ def shown(weights: Weights | None, c: Expr) -> Weights | None:
     """c ? weights : 0. Where c says all that the mask under the softmax says, a row without keys gives 0."""
     if weights is None:
         return None
-    terms, scores = conjuncts(c), split(weights.scores)
-    if scores.keep and scores.fill == -INF and weights.sink is None:
+    terms, scores, empty = conjuncts(c), split(weights.scores), weights.empty_row
+    hidden = terms
+    if scores.keep and scores.fill == -INF and not weights.grounded:
         covered = set(scores.keep) <= set(terms)
-        empty = "zero" if covered and weights.empty_row == "nan" else weights.empty_row
-        weights = replace(weights, empty_row=empty, zeroed=not covered)
+        weights = replace(weights, empty_row="zero" if covered and empty in LOSES else empty, zeroed=not covered)
         terms = tuple(t for t in terms if t not in scores.keep)
+    if not finite(weights.factor):  # 0 times it may be NaN
+        shows = reduce(partial(apply, "and"), hidden)
+        return replace(weights, factor=apply("where", shows, weights.factor, const(0.0)))
     return weights.times(choice(reduce(partial(apply, "and"), terms))) if terms else weights
 
 
@@ -228,29 +237,6 @@ def live(scores: Expr, f: Expr, key: Var) -> Expr:
         return scores
     raise Decline("the exponentials are multiplied by a tensor before they are normalised",
                   advice="add its logarithm to the scores; a mask of 0 and 1: pass it as booleans")  # fmt: skip
-
-
-def first_key(a: Expr, b: Expr, var: Var, key: Var) -> Expr | None:
-    """Where the keys begin in the normalised axis: the s with b[s + key] = a."""
-    extra = apply("sub", var.size, key.size)
-    few = range(min(int(extra.value), MOST_EXTRAS) + 1) if isinstance(extra, Const) and extra.value >= 0 else ()
-    for start in dict.fromkeys((ZERO, extra, *map(const, few))):
-        if substitute(b, {var: apply("add", key, start)}) == a:
-            return start
-    return None
-
-
-def outside(size: Expr, start: Expr, keys: Expr) -> list[Expr] | None:
-    """Positions of the normalised axis that are no keys, where their number is a constant."""
-    more = poly(apply("sub", size, keys))
-    if any(m for m in more):
-        return None
-    count = more.get((), 0)
-    if count < 0 or count > MOST_EXTRAS:
-        return None
-    before = apply("lt", const(0), start) == const(True)
-    return [const(k) if before and apply("lt", const(k), start) == const(True) else apply("add", keys, const(k))
-            for k in range(count)]  # fmt: skip
 
 
 # ----------------------------------------------------------------------------------------------------------------

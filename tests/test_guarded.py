@@ -15,6 +15,7 @@ from fusecomp.codegen.emit import emit
 from fusecomp.codegen.hopper import specialised
 from fusecomp.ir.reference import evaluate
 from fusecomp.patterns.attention import Declined
+from fusecomp.patterns.build import Match
 
 INF, SIZES = float("inf"), {"B": 2, "H": 3, "M": 13, "N": 40}
 
@@ -59,6 +60,29 @@ def test_of_a_gate_it_is_another_function() -> None:
     (found,) = candidates(fn, *operands()[:3], torch.randn(13, 40))
     assert isinstance(found, Declined)
     assert "may hold NaN" in found.reason
+
+
+def gated(q: Tensor, k: Tensor, v: Tensor, keep: Tensor, gate: Tensor) -> Tensor:
+    return ((q @ k.mT).masked_fill(~keep, -INF).softmax(-1) * gate).nan_to_num() @ v
+
+
+def gated_by_a_choice(q: Tensor, k: Tensor, v: Tensor, keep: Tensor, gate: Tensor) -> Tensor:
+    return ((q @ k.mT).softmax(-1) * (gate > 0.3) * 0.5).nan_to_num() @ v
+
+
+def hidden_behind(q: Tensor, k: Tensor, v: Tensor, keep: Tensor, gate: Tensor) -> Tensor:
+    return ((q @ k.mT).masked_fill(~keep, -INF).softmax(-1) * gate).masked_fill(~keep, 0.0) @ v
+
+
+@pytest.mark.parametrize(("fn", "reads"), [(gated, False), (gated_by_a_choice, True), (hidden_behind, True)])
+def test_a_gate_of_nan(fn: Callable[..., Tensor], reads: bool) -> None:
+    """What is not a number in a factor of the weights is none of a whole row."""
+    keep, gate = torch.rand(13, 40) < 0.5, torch.rand(13, 40)
+    gate[3, 5], keep[3, 5], keep[:, 2] = torch.nan, False, True
+    args = [*(torch.randn(2, 3, n, 16) for n in (13, 40, 40)), keep, gate]
+    assert any(isinstance(x, Match) for x in candidates(fn, *args)) == reads
+    fast = torch.compile(fn, backend="fusecomp", options={"inner": "eager", "strict": True})
+    torch.testing.assert_close(fast(*args), fn(*args), equal_nan=True)
 
 
 def test_on_hopper() -> None:

@@ -59,19 +59,20 @@ def apart(region: AttentionRegion) -> bool:
 def added(region: AttentionRegion) -> tuple[Load, ...]:
     """The tensors L with S = ... + L, of every query and key: S is -inf where L is."""
     heads = region.batch[-1].name if len(region.batch) > 1 else ""
-    found = dict.fromkeys(_summands(region.score))
+    found = dict.fromkeys(summands(region.score))
     return tuple(x for x in found if region.kv_idx.name in variables(x) and heads not in variables(x))
 
 
-def _summands(e: Expr) -> Iterator[Load]:
+def summands(e: Expr) -> Iterator[Load]:
+    """L of e = ... + L"""
     match e:
         case Apply("add", (x, y)):
-            yield from _summands(x)
-            yield from _summands(y)
+            yield from summands(x)
+            yield from summands(y)
         case Apply("sub", (x, _)) | Apply("mul" | "div", (x, Const(int() | float()))) if _keeps_infinity(e):
-            yield from _summands(x)
+            yield from summands(x)
         case Cast(x, dtype) if dtype_kind(dtype) == "float":
-            yield from _summands(x)
+            yield from summands(x)
         case Load(_, _, dtype) if dtype_kind(dtype) == "float":
             yield e
 

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
@@ -39,4 +40,5 @@ def log_sum(region: AttentionRegion, logits: Tensor, env: Env) -> Tensor:
     lse = torch.logsumexp(logits, -1)
     if region.sink is None:
         return lse
-    return torch.logaddexp(lse, sinks(region, logits, env).squeeze(-1))
+    total = torch.logaddexp(lse, sinks(region, logits, env).squeeze(-1))
+    return torch.where(lse == -math.inf, lse, total) if region.empty_row == "unsafe" else total

@@ -287,10 +287,10 @@ def softmax(region: AttentionRegion, logits: Tensor, env: Env, out: Tensor | Non
         return (logits - torch.logsumexp(logits, -1, keepdim=True)).exp()
     empty = (logits == -math.inf).all(-1, keepdim=True) if region.empty_row != "nan" else None
     logits = logits if empty is None else logits.masked_fill(empty, 0.0)
-    if region.sink is not None:
-        logits, out = torch.cat([logits, sinks(region, logits, env)], -1), None
+    logits, out = (torch.cat([logits, sinks(region, logits, env)], -1), None) if region.sink else (logits, out)
     p = torch.softmax(logits, -1, out=out)[..., : env.shape[-1]]
-    return p if empty is None else p.masked_fill(empty | p.isnan() if region.empty_row == "guarded" else empty, 0.0)
+    rest = math.nan if region.empty_row == "unsafe" else 0.0
+    return p if empty is None else p.masked_fill(empty | p.isnan() if region.empty_row == "guarded" else empty, rest)
 
 
 def sinks(region: AttentionRegion, logits: Tensor, env: Env) -> Tensor:

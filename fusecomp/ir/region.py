@@ -86,7 +86,7 @@ class AttentionRegion:
     of `filled_score`."""
     empty_row: str = "nan"
     """"nan": a row whose scores are all -inf gives NaN, as softmax does; "zero": it gives 0; "guarded": so does a row
-    with a score that is NaN or inf."""
+    with a score that is NaN or inf; "unsafe": it gives NaN, a sink or not, as its maximum is subtracted."""
     pv_dtype: str = "float32"
     """The probabilities and V are rounded to this dtype for the second product."""
     out_dtype: str = "float32"
@@ -138,7 +138,7 @@ class AttentionRegion:
     @property
     def grounded(self) -> bool:
         """Whether the normaliser has an entry that owes nothing to the keys: a row that sees none then gives 0."""
-        return self.sink is not None and self.beside is None
+        return self.sink is not None and self.beside is None and self.empty_row != "unsafe"
 
     def operand(self, name: str) -> Operand:
         return next(o for o in self.operands if o.name == name)
@@ -205,6 +205,10 @@ def extent(v: Var) -> int:
     return int(v.size.value)
 
 
+EMPTY = {"zero": ", 0 where no key is seen", "guarded": ", 0 where softmax(S) is NaN",
+         "unsafe": ", NaN where no key is seen"}  # fmt: skip
+
+
 def describe(region: AttentionRegion) -> Iterator[str]:
     """The region as a person writes it, a line at a time."""
     where = f"attention at {region.origin}" if region.origin else "attention"
@@ -227,7 +231,7 @@ def describe(region: AttentionRegion) -> Iterator[str]:
     if draws(region.weight):
         yield f"    random  32 uniform bits that depend on its arguments alone (Philox-4x32-7){_shares(region.weight)}"
     weights = "softmax(S)" if region.weight == Const(1.0) else "(W * softmax(S))"
-    empty = {"zero": ", 0 where no key is seen", "guarded": ", 0 where softmax(S) is NaN"}.get(region.empty_row, "")
+    empty = EMPTY.get(region.empty_row, "")
     yield f"    O = {weights} {_read(region.v, places)}{empty}"
     if region.lse:
         yield f"    lse = log sum exp(S){' with the sink' if region.sink is not None else ''}, beside O"

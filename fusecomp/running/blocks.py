@@ -200,7 +200,7 @@ class Blocks:
         r, n = self.region, len(env.spans[self.region.kv_idx.name])
         if n and r.filled_score is not None:
             return attend(self.exact, env)
-        nan = n and not r.grounded and r.empty_row == "nan"
+        nan = n and not r.grounded and r.empty_row in ("nan", "unsafe")
         return held.v.new_full((*env.shape[:-1], extent(r.dv)), math.nan if nan else 0.0)
 
 

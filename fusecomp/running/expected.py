@@ -68,7 +68,7 @@ def computed(match: Match, tensors: list[Tensor], out: Tensor, dtype: torch.dtyp
 
 def differentiable(match: Match, out: Tensor, keys: int) -> bool:
     """Whether there is room for what autograd keeps of the program, whose gradients are numbers in each row."""
-    return rooms(match, out, keys) >= KEPT and match.region.empty_row == "nan"
+    return rooms(match, out, keys) >= KEPT and match.region.empty_row in ("nan", "unsafe")
 
 
 def expected_gradients(
