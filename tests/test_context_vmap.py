@@ -233,3 +233,19 @@ def test_levels_are_closed_when_a_trace_fails(monkeypatch: pytest.MonkeyPatch) -
     agree(fn, args, fused=0, strict=False)
     assert torch._C._functorch.maybe_current_level() is None
     assert fusecomp.counters()["fallbacks"] == 1
+
+
+SCALE = 0.25
+
+
+@pytest.mark.parametrize("dynamic", [True, False])
+def test_a_number_of_pythons_inside(dynamic: bool) -> None:
+    """With dynamic shapes it is taken out of a tensor where it is used."""
+
+    def scaled(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return torch.softmax(q @ k.T * SCALE, -1) @ v
+
+    args, counted = draw(3), fusecomp.counters()["fused"]
+    fast = torch.compile(vmap(scaled), backend="fusecomp", dynamic=dynamic, options={"inner": "eager", "strict": True})
+    torch.testing.assert_close(fast(*args), vmap(scaled)(*args))
+    assert fusecomp.counters()["fused"] == counted + 1

@@ -167,7 +167,7 @@ def test_gradients_stop_where_the_program_stops_them(case: Any) -> None:
 PAGES_KNOWN = ("pages_kept_apart", "pages_kept_apart_in_the_scores", "exponentials_of_pages", "rows_of_group_and_query",
                "halves_of_the_table", "chunk_by_chunk", "chunk_by_chunk_masked", "chunks_interleaved",
                "pieces_of_two_scales", "v2_partitions_normalised", "v2_partitions_lse_shift",
-               "loop_online", "v2_loop_stacked", "vmap_requests", "vmap_heads_and_requests",
+               "loop_online", "v2_loop_stacked",
                "minus_one_embedding", "masked_after_the_exponential", "page_by_page")  # fmt: skip
 """Fused where the length of a page, or of another axis, is a number: the place in it is a remainder by it."""
 

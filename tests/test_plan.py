@@ -7,10 +7,13 @@ import time
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from regions import attention, kv_idx, q_idx, score
 
 from fusecomp.errors import PlanError
+from fusecomp.ir.algebra import apply
 from fusecomp.planning import device
 from fusecomp.planning import plan as planning
+from fusecomp.planning.backward import backward_plan
 from fusecomp.planning.devices import DEVICES
 from fusecomp.planning.tile import TilePlan
 from fusecomp.planning.workload import Workload
@@ -89,6 +92,15 @@ def test_the_cost_is_that_of_the_lengths_asked_for() -> None:
     assert near.cost
     assert far.cost
     assert near.cost.hbm_bytes < 0.6 * far.cost.hbm_bytes
+
+
+@pytest.mark.parametrize(("m", "n"), [(1, 1), (1, 512), (13, 40)])
+def test_a_mask_that_hides_every_key_has_a_plan(m: int, n: int) -> None:
+    """Gradients too: where nothing is visited, times were shares of nothing."""
+    hidden = attention(score, apply("lt", kv_idx, q_idx), apply("ge", kv_idx, q_idx), d=64, dtype="bfloat16")
+    sizes = {"B": 2, "H": 4, "M": m, "N": n}
+    assert planning.plan(hidden, sizes, device.find("h200")).cost
+    assert backward_plan(hidden, device.find("h200"), sizes).keys.block_m
 
 
 def test_identical_layers_get_identical_plans() -> None:

@@ -81,11 +81,21 @@ def written_out(gm: GraphModule) -> GraphModule:
     lazy_load_decompositions()
     copy = copy_of(gm)
     modes = dict(in_their_modes(copy.graph))
+    numbers_first(copy.graph)
     for nodes in list(stretches(copy.graph)):
         write_out(copy, nodes, modes[nodes[0]])
     for node in copy.graph.find_nodes(op="call_function", target=lazy_load_decompositions):
         copy.graph.erase_node(node)
     return copy
+
+
+def numbers_first(graph: Graph) -> None:
+    """Take Python's numbers out of their tensors before any level is opened: a trace below it could not."""
+    for held in graph.find_nodes(op="placeholder"):
+        if held.users and all(n.target == "item" for n in held.users):
+            after = next(n for n in graph.nodes if n.op != "placeholder")
+            for node in list(held.users):
+                after.prepend(node)
 
 
 def stretches(graph: Graph) -> Iterator[list[Node]]:

@@ -43,6 +43,8 @@ class Launch:
         key = rows, block_n
         if key not in self._visits:
             found = visits(self.region, self.sizes, rows, block_n)
+            if not found.visited:  # a mask that hides every key at these lengths: times are shares of a tile's
+                found = Visits(1, found.tested, 1)
             part = self.shown < 1.0
             self._visits[key] = in_part(found, -(-self.at.m // rows), rows / block_n, self.shown) if part else found
         return self._visits[key]
@@ -87,7 +89,7 @@ class Launch:
             "KV_HEADS": self.at.kv_heads,
             "M": self.at.m,
             "N": self.at.n,
-            "REACHED": min(self.at.n, 16 * every_query),
+            "REACHED": max(1, min(self.at.n, 16 * every_query)),
             "LOAD_UNIQUE": sum(loaded),
             "SPLIT": int(self.decode),
         }
