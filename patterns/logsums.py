@@ -11,14 +11,14 @@ The kernel holds it anyway, so what only leads to it needs no scores.
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import permutations
+from itertools import filterfalse, permutations
 
 from torch.fx import Node
 
 from fusecomp.graph.facts import is_tensor, op_name, reach, shape, storage, written_arguments
-from fusecomp.graph.learning import cut, learns
+from fusecomp.graph.learning import cut, floats, learns
 from fusecomp.ir.algebra import ZERO, apply, const
 from fusecomp.ir.expr import Apply, Const, Expr, Var, variables
 from fusecomp.patterns.exponentials import collected, log_of, reduces, terms_of, total_of
@@ -138,13 +138,17 @@ def with_readers(
     return tuple(replace(s, readers=readers[n]) for n, s in sums.items() if readers[n])
 
 
-def check_shifts(interior: Iterable[Node], sums: Iterable[LogSum]) -> None:
-    """m + log sum exp(S - m) has no gradient by m, as long as m is detached in both places or in none."""
-    inside = {*interior, *(s.node for s in sums if learns(s.node))}
-    ends = {s.node for s in sums if learns(s.node)}
-    for m in (n for n in inside if op_name(n) in MAXIMA):
-        whole = reach([m], lambda n: inside.intersection(n.users))
-        open_ = reach([m], lambda n: {u for u in inside.intersection(n.users) if not cut(u)}) if not cut(m) else set()
-        if open_ & ends and any(map(cut, whole)):
-            raise Decline("the maximum is detached in one place of the log-sum-exp and not in the other", m,
-                          "detach it in both, or use torch.logsumexp")  # fmt: skip
+def check_shifts(interior: Iterable[Node], results: Iterable[Node]) -> None:
+    """exp(S - m) / sum exp(S - m) and m + log sum exp(S - m) have no gradient by m, as long as m is detached wherever
+    it stands, or nowhere."""
+    ends = set(filter(learns, results))
+    inside = {n for n in interior if floats(n)} | ends
+    maxima = [n for n in inside if op_name(n) in MAXIMA]
+
+    def ways(start: Iterable[Node], through: Callable[[Node], bool] = lambda _: True) -> set[Node]:
+        return reach(start, lambda n: filter(through, inside.intersection(n.users)))
+
+    stops = filter(cut, ways(maxima))
+    if ways(filterfalse(cut, maxima), lambda n: not cut(n)) & ends and ways(stops) & ends:
+        raise Decline("the maximum is detached in one place and not in another", maxima[0],
+                      "detach it wherever it stands, or use torch.softmax and torch.logsumexp")  # fmt: skip

@@ -85,6 +85,31 @@ def test_a_gradient_that_stops_on_some_ways_is_left_alone(fn: QKV) -> None:
     agree(fn, qkv(), fused=1)  # where nothing learns, nothing stops
 
 
+def detached_maxima(of: str) -> QKV:
+    """exp(S - m) / sum exp(S - n), both the maximum of a row, of which some are detached."""
+
+    def fn(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        s = q @ k.mT
+        m = s.amax(-1, keepdim=True)
+        with torch.no_grad():
+            held = s.amax(-1, keepdim=True)
+        over, under = (m.detach() if "m" in of else m), (held if "n" in of else m)
+        return (s - over).exp() / (s - under).exp().sum(-1, keepdim=True) @ v
+
+    return fn
+
+
+@pytest.mark.parametrize("of", ["m", "n"])
+def test_a_maximum_detached_in_one_place(of: str) -> None:
+    """exp(m - detach(m)) = 1 has a gradient."""
+    assert set(reasons(detached_maxima(of), qkv(learn=True))) == {
+        "the maximum is detached in one place and not in another"
+    }
+    agree(detached_maxima(of), qkv(learn=True), fused=0, train=True)
+    agree(detached_maxima(of), qkv())
+    agree(detached_maxima("mn"), qkv(learn=True), train=True)
+
+
 @pytest.mark.parametrize(
     "apart",
     [lambda x: x.unbind(1), lambda x: (x[:, 0], x[:, 1], x[:, 2]), lambda x: [y.squeeze(1) for y in x.chunk(3, 1)],
