@@ -24,6 +24,8 @@ ABSORBING = -6e4
 thousands. Kernels recompute rows whose live scores come within half of it (`AttentionRegion.rescue_below`)."""
 NEGLIGIBLE = -1e3
 """A fill at or below this is a mask. Kernels test rows against it, so that no choice here can make a result wrong."""
+OVERFLOW = -(2.0**128 - 2.0**103)
+"""From here on float32 rounds to -inf."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +59,7 @@ def split(e: Expr) -> Masked:
         case Apply("add", (bias, s)) if (inner := split(s)).keep and absorbs(inner.fill):
             return replace(inner, score=apply("add", bias, inner.score))
         case Apply("mul" | "div" as op, (s, Const(float() as c))) if 0 < c < INF and (inner := split(s)).keep:
-            fill = inner.fill * c if op == "mul" else inner.fill / c
+            fill = overflown(inner.fill * c if op == "mul" else inner.fill / c)
             return Masked(apply(op, inner.score, const(c)), inner.keep, fill) if fill <= NEGLIGIBLE else Masked(e)
         case Apply("max", (s, Const(float() as f))) if f <= ABSORBING and (inner := split(s)).keep:
             return replace(inner, fill=max(inner.fill, f))
@@ -118,7 +120,13 @@ def absorbs(fill: float) -> bool:
 
 def masked(inner: Masked, c: Expr, fill: float) -> Masked:
     """One mask more around what was masked already. Rows without a key are judged by the largest fill."""
+    fill = overflown(fill)
     return Masked(inner.score, (*inner.keep, *conjuncts(c)), max(inner.fill, fill) if inner.keep else fill)
+
+
+def overflown(fill: float) -> float:
+    """A fill as float32 has it: the least number times log2(e) is -inf there."""
+    return fill if fill > OVERFLOW else -INF
 
 
 def conjuncts(c: Expr) -> tuple[Expr, ...]:

@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from kernels import Interpreter, agree, tiles
 from recognising import mathematics, region_of
 from test_codegen import normal
 from torch import Tensor
@@ -99,3 +100,19 @@ def test_minus_infinity_is_a_mask_in_any_precision(name: str, dtype: str) -> Non
     region = region_of(attention, *(normal(2, 13, 16, dtype=kind) for _ in range(3)), normal(13, 13, dtype=kind))
     assert mathematics(region)["keep"] == ["q_idx >= kv_idx"]
     assert "inf" not in mathematics(region)["score"]
+
+
+def scaled_beyond_float32(q: Tensor, k: Tensor, v: Tensor, keep: Tensor, factor: float) -> Tensor:
+    return ((q @ k.mT).masked_fill(~keep, torch.finfo(torch.float32).min) * factor).softmax(-1) @ v
+
+
+@pytest.mark.parametrize(("factor", "fill"), [(1.5, -torch.inf), (0.5, 0.5 * torch.finfo(torch.float32).min)])
+def test_the_least_number_times_more_than_one_is_minus_infinity(
+    interpreter: Interpreter, factor: float, fill: float
+) -> None:
+    q, k, v = (normal(2, 3, n, 16) for n in (13, 21, 21))
+    keep = normal(13, 21) > 0
+    keep[4] = False
+    region = region_of(scaled_beyond_float32, q, k, v, keep, factor)
+    assert region.fill == fill
+    agree(interpreter, region, [q, k, v, keep], {"B": 2, "H": 3, "M": 13, "N": 21}, tiles(region, 16, 16))
