@@ -10,6 +10,7 @@ from __future__ import annotations
 import string
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial, reduce
 
 import torch
 from torch import Tensor
@@ -80,9 +81,16 @@ def rearranged(terms: list[Node]) -> tuple[list[Node], list[Node]]:
 
 
 def moved(node: Node) -> bool:
-    """Whether `node` is one tensor in another arrangement, which nothing else reads."""
+    """Whether `node` is all of one tensor, each element once, in another arrangement, which nothing else reads: a sum
+    of parts is laid out anew."""
     only = not node.kwargs and len(node.users) == 1 and not any(map(is_tensor, node.args[1:]))
-    return only and op_name(node) in VIEWS and is_tensor(node.args[0]) and dtype(node) == dtype(node.args[0])  # type: ignore[arg-type]
+    source = node.args[0] if only and op_name(node) in VIEWS else None
+    return is_tensor(source) and dtype(node) == dtype(source) and count(node) == count(source)  # type: ignore[arg-type]
+
+
+def count(node: Node) -> Expr:
+    """How many elements it has."""
+    return reduce(partial(apply, "mul"), shape(node), const(1))
 
 
 def read_by(terms: list[Node]) -> list[Node]:

@@ -280,3 +280,14 @@ def test_a_view_may_count_on_it(learn: bool) -> None:
         return o.transpose(1, 2).view(-1, *o.shape[1::2])
 
     agree(fn, qkv(learn=learn), train=learn)
+
+
+@pytest.mark.parametrize("part", [lambda x: x[:, 1], lambda x: x[..., 1:]])
+def test_a_sum_of_parts_of_products_lies_as_in_eager(part: Callable[[Tensor], Tensor]) -> None:
+    """One product of all is cut in its place; a sum is a new tensor, which a view may count on."""
+
+    def fn(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        p = (q @ k.mT).softmax(-1)
+        return (part(p[..., :3] @ v[..., :3, :]) + part(p[..., 3:] @ v[..., 3:, :])).view(-1)
+
+    agree(fn, qkv(), fused=0)
