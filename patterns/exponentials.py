@@ -36,10 +36,8 @@ def exponential(e: Expr) -> Exponential | None:
             return found
         case Apply("exp", (Apply("log", (x,)),)):
             return exponential(x) or Exponential(e.args[0])
-        case Apply("exp", (Apply("where", (c, x, Const(float() as f))),)) if f == -INF and reduces(x):  # x = s - m
-            return chosen(exponential(Apply("exp", (x,))), c)
-        case Apply("exp", (Apply("where", (c, Const(float() as f), x)),)) if f == -INF and reduces(x):
-            return chosen(exponential(Apply("exp", (x,))), apply("not", c))
+        case Apply("exp", (a,)) if (hidden := masked(a)) is not None:
+            return chosen(exponential(Apply("exp", (hidden[1],))), hidden[0])
         case Apply("exp", (a,)):
             return Exponential(a)
         case Apply("pow", (x, Const(float() as n))) if n > 0:
@@ -57,6 +55,20 @@ def exponential(e: Expr) -> Exponential | None:
             return chosen(exponential(x), c)
         case Apply("where", (c, Const(0 | 0.0), x)):
             return chosen(exponential(x), apply("not", c))
+    return None
+
+
+def masked(a: Expr) -> tuple[Expr, Expr] | None:
+    """(c, x) of a = c ? x : -inf, x = s - m, or that times a number above 0"""
+    match a:
+        case Cast(x, dtype) if dtype_kind(dtype) == "float" and (found := masked(x)):
+            return found[0], Cast(found[1], dtype)
+        case Apply("mul" | "div" as op, (x, Const(float() as n))) if 0 < n < INF and (found := masked(x)):
+            return found[0], apply(op, found[1], const(n))
+        case Apply("where", (c, x, Const(float() as f))) if f == -INF and reduces(x):
+            return c, x
+        case Apply("where", (c, Const(float() as f), x)) if f == -INF and reduces(x):
+            return apply("not", c), x
     return None
 
 

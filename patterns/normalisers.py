@@ -14,7 +14,7 @@ from functools import partial, reduce
 
 from fusecomp.ir.algebra import apply, const, substitute
 from fusecomp.ir.expr import Apply, Cast, Const, Expr, Largest, Load, Reduce, Size, Var, dtype_kind, kind
-from fusecomp.patterns.exponentials import INF, Exponential, is_choice
+from fusecomp.patterns.exponentials import INF, Exponential, is_choice, unshifted
 from fusecomp.patterns.lift import Decline
 from fusecomp.patterns.masks import conjuncts, split
 
@@ -143,12 +143,13 @@ def finite(e: Expr) -> bool:
 
 def is_largest(row: Row) -> bool:
     """Whether the shift is the largest score of the row, so that the sum of exponentials is at least exp(0). A fill
-    below every score that counts does for -inf: where no key is seen, each exponential is then inf or 0, times 0."""
+    below every score that counts does for -inf where only choices mask the exponentials: where no key is seen, each is
+    then inf, times 0. One that is masked itself would be 0."""
     largest = row.shift and largest_of(unguarded(row.shift) or row.shift, row.key)
     if largest is None:
         return False
-    scores = sunk(largest, row.shift)
-    return equal(scores, row.scores) or equal(sunk_below(scores, LEAST), row.scores)
+    below = LEAST if not split(unshifted(row.e.a, row.key)[0]).keep else -INF
+    return any(equal(s, row.scores) for s in (sunk(largest, row.shift), sunk_below(largest, below)))
 
 
 def largest_of(m: Expr, key: Var) -> Expr | None:

@@ -245,6 +245,21 @@ def masked_behind_the_maximum(q: Tensor, k: Tensor, v: Tensor, keep: Tensor) -> 
 
 
 @CASES.fuse(blind, dtypes=FULL, grad=())
+def masked_behind_the_maximum_in_powers_of_two(q: Tensor, k: Tensor, v: Tensor, keep: Tensor) -> Tensor:
+    s = scores(q, k)
+    e = ((s - rows(s.masked_fill(~keep, -INF))) * 1.5).masked_fill(~keep, -INF).exp2()
+    return e / (e.sum(-1, keepdim=True) + 1e-6) @ v
+
+
+@CASES.decline(lambda d: [*blind(d), d.keep()], dtypes=FULL, reason="the normaliser adds")
+def another_mask_under_the_maximum(q: Tensor, k: Tensor, v: Tensor, keep: Tensor, other: Tensor) -> Tensor:
+    """exp(-inf - MIN) 1 / 1e-6 = 0 in the row that sees no key, where a mask of one kind alone is NaN."""
+    s = scores(q, k).masked_fill(~keep, -INF)
+    e = (s - rows(s.masked_fill(~other, MIN))).exp() * other
+    return e / (e.sum(-1, keepdim=True) + 1e-6) @ v
+
+
+@CASES.fuse(blind, dtypes=FULL, grad=())
 def masked_in_front_of_the_maximum(q: Tensor, k: Tensor, v: Tensor, keep: Tensor) -> Tensor:
     s = scores(q, k).masked_fill(~keep, -INF)
     e = (s - rows(s)).exp()
