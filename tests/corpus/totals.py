@@ -251,6 +251,15 @@ def masked_behind_the_maximum_in_powers_of_two(q: Tensor, k: Tensor, v: Tensor, 
     return e / (e.sum(-1, keepdim=True) + 1e-6) @ v
 
 
+@CASES.decline(blind, dtypes=FULL, reason="the normaliser is kept above 1e-06")
+def guarded_before_it_is_scaled(q: Tensor, k: Tensor, v: Tensor, keep: Tensor) -> Tensor:
+    """MIN is no -inf, but MIN times 1.5 is: NaN in the row that sees no key."""
+    s = scores(q, k).masked_fill(~keep, MIN)
+    m = rows(s)
+    e = (s * 1.5 - torch.where(m == -INF, 0.0, m) * 1.5).exp()
+    return e / e.sum(-1, keepdim=True).clamp(min=1e-6) @ v
+
+
 @CASES.decline(lambda d: [*blind(d), d.keep()], dtypes=FULL, reason="the normaliser adds")
 def another_mask_under_the_maximum(q: Tensor, k: Tensor, v: Tensor, keep: Tensor, other: Tensor) -> Tensor:
     """exp(-inf - MIN) 1 / 1e-6 = 0 in the row that sees no key, where a mask of one kind alone is NaN."""
