@@ -61,11 +61,12 @@ MANY = 2**16
 
 
 def may_wrap(e: Expr, wrapped: Container[str] = ()) -> bool:
-    """Whether arithmetic may pass 2^31: its positions, data times a large number, or a tensor of `wrapped`."""
+    """Whether arithmetic may pass 2^31: its positions, data times data or a large number, or a tensor of `wrapped`."""
     if not (isinstance(e, Apply) and e.op in POLYNOMIAL and kind(e) == "int"):
         return False
-    data = [(x, abs(c)) for m, c in poly(e).items() for f in m for x in parts(f) if isinstance(x, Load)]
-    return passes(e) or any(c >= MANY or x.tensor in wrapped for x, c in data)
+    read = [([[x for x in parts(f) if isinstance(x, Load)] for f in m], abs(c)) for m, c in poly(e).items()]
+    held = any(x.tensor in wrapped for factors, _ in read for loads in factors for x in loads)
+    return held or passes(e) or any(sum(map(bool, factors)) > 1 or (c >= MANY and any(factors)) for factors, c in read)
 
 
 def in_64_bits(e: Expr) -> Expr:
