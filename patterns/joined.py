@@ -90,7 +90,8 @@ def moved(node: Node) -> bool:
 
 def count(node: Node) -> Expr:
     """How many elements it has."""
-    return reduce(partial(apply, "mul"), shape(node), const(1))
+    one: Expr = const(1)
+    return reduce(partial(apply, "mul"), shape(node), one)
 
 
 def read_by(terms: list[Node]) -> list[Node]:
