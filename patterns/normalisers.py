@@ -197,11 +197,11 @@ def bare(m: Expr) -> tuple[Expr, bool]:
             return bare(y)
         case Apply("mul" | "div" as op, (y, Const(float() as c))) if c > 0:
             inner, finite = bare(y)
-            return apply(op, inner, const(c)), finite and not falls(inner, op, c)
+            return apply(op, inner, const(c)), finite and not overflows(inner, op, c)
     return m, False
 
 
-def falls(m: Expr, op: str, c: float) -> bool:
+def overflows(m: Expr, op: str, c: float) -> bool:
     """Whether the largest of nothing but a fill is a number, but -inf once it is multiplied."""
     match m:
         case Reduce("max", _, body):
