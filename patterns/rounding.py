@@ -9,6 +9,7 @@ s + m in float16        m, where m is so negative that s is lost in it
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -58,8 +59,13 @@ def within(e: Expr, most: int) -> bool:
 
 
 def stored(e: Expr, to: str) -> Expr:
-    """The result of an operation in dtype `to`: constants are rounded, small integers wrap around."""
+    """The result of an operation in dtype `to`: constants are rounded, small integers wrap around. A fill that float16
+    cannot hold once it is scaled is -inf."""
     match e:
+        case Apply("mul" | "div" as op, (Apply("where", (c, x, y)), Const(float()) as k)) if to == "float16":
+            scaled = [stored(apply(op, z, k), to) for z in (x, y)]
+            if any(isinstance(z, Const) and abs(z.value) == math.inf for z in scaled):
+                return apply("where", c, *scaled)
         case Const(float() | int()) if dtype_kind(to) == "float" and not isinstance(e.value, bool):
             return cast(e, to)
         case Apply("where", (c, x, y)) if dtype_kind(to) == "float" or to in WRAPS:

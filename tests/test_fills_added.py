@@ -116,3 +116,17 @@ def test_the_least_number_times_more_than_one_is_minus_infinity(
     region = region_of(scaled_beyond_float32, q, k, v, keep, factor)
     assert region.fill == fill
     agree(interpreter, region, [q, k, v, keep], {"B": 2, "H": 3, "M": 13, "N": 21}, tiles(region, 16, 16))
+
+
+@pytest.mark.parametrize(("fill", "factor", "lost"), [(-65504.0, 1.5, True), (-1e4, 10.0, True), (-1e4, 2.0, False)])
+def test_a_fill_that_float16_cannot_hold_once_it_is_scaled_is_minus_infinity(
+    fill: float, factor: float, lost: bool
+) -> None:
+    def attention(q: Tensor, k: Tensor, v: Tensor, keep: Tensor) -> Tensor:
+        return ((q @ k.mT).masked_fill(~keep, fill) * factor).softmax(-1) @ v
+
+    qkv, keep, _ = inputs(torch.float16)
+    fast = torch.compile(attention, backend="fusecomp", options={"inner": "eager", "verify": False})
+    got, wanted = fast(*qkv, keep), attention(*qkv, keep)
+    torch.testing.assert_close(got, wanted, rtol=2e-2, atol=2e-2, equal_nan=True)
+    assert bool(wanted.isnan().any()) == lost
