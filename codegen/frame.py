@@ -142,7 +142,7 @@ class Frame:
     @cached_property
     def sink(self) -> Expr | None:
         """The sink, but for one that is told by the largest score."""
-        return self.packed(self.region.sink) if self.region.sink and self.region.beside is None else None
+        return self.packed(self.region.sink) if self.region.sink is not None and self.region.beside is None else None
 
     @cached_property
     def reach(self) -> Reach:

@@ -101,7 +101,7 @@ def empty_row(row: Row) -> str | None:
 def without_nan(factor: Expr) -> str:
     """What a row gives in nan_to_num(factor softmax(a)): 0 where its softmax is NaN. Raises Decline where the factor
     may be NaN by itself."""
-    if not finite(factor):
+    if not is_finite(factor):
         raise Decline("nan_to_num looks at a softmax times a tensor, which may hold NaN or infinities of its own",
                       advice="apply nan_to_num to the softmax, then multiply")  # fmt: skip
     return "guarded"
@@ -121,7 +121,7 @@ def falls(m: Expr | None, key: Var) -> bool:
     return False
 
 
-def finite(e: Expr) -> bool:
+def is_finite(e: Expr) -> bool:
     """Whether no number makes `e` NaN or infinite, short of an overflow."""
     match e:
         case Load(_, _, dtype):
@@ -131,13 +131,13 @@ def finite(e: Expr) -> bool:
         case Var() | Size():
             return True
         case Cast(x):
-            return finite(x)
+            return is_finite(x)
         case Apply("where", (_, x, y)):
-            return finite(x) and finite(y)
+            return is_finite(x) and is_finite(y)
         case Apply("add" | "sub" | "mul" | "min" | "max" | "neg" | "abs", of):
-            return all(map(finite, of))
+            return all(map(is_finite, of))
         case Apply("div", (x, Const(c))):
-            return c != 0 and finite(x)
+            return c != 0 and is_finite(x)
     return kind(e) != "float"
 
 

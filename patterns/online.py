@@ -27,10 +27,10 @@ from fusecomp.graph.rewriting import Written, facts_of, movable, write
 from fusecomp.ir.algebra import const
 from fusecomp.ir.expr import Const
 from fusecomp.patterns.contraction import Contraction, contraction
+from fusecomp.patterns.exponentials import INF
 from fusecomp.patterns.lift import argument, axis
 from fusecomp.patterns.rows import (
     BASES,
-    INF,
     Other,
     Power,
     added,

@@ -3,7 +3,6 @@ finite in each."""
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Sequence
 from functools import cache
@@ -17,13 +16,13 @@ from fusecomp.ir.algebra import apply
 from fusecomp.ir.expr import Const, Expr, Load, Var, parts
 from fusecomp.ir.poly import is_natural
 from fusecomp.ir.ranges import reach as reached
+from fusecomp.patterns.exponentials import INF, LOG2
 from fusecomp.patterns.lift import Decline, Lift, argument, axis
 from fusecomp.patterns.masks import Masked, sees_a_key, split
 from fusecomp.patterns.normalisers import LEAST
 
 CASTS = ("to", "_to_copy", "type_as", "float", "half", "bfloat16")
-INF = float("inf")
-BASES = {"exp": 1.0, "exp2": math.log(2.0), "special_exp2": math.log(2.0)}
+BASES = {"exp": 1.0, "exp2": LOG2, "special_exp2": LOG2}
 """Exponentials, and the natural logarithm of what each raises."""
 Power = tuple[str, Node]
 """An exponent, and what it is one of."""

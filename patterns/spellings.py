@@ -5,7 +5,6 @@ A row of POINTWISE is  name: f(arguments at the index) -> Expr.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from functools import partial
 
@@ -17,6 +16,7 @@ from fusecomp.ir.algebra import ONE, ZERO, apply, cast, const
 from fusecomp.ir.expr import Const, Expr, dtype_kind, kind, variables
 from fusecomp.ir.poly import is_natural
 from fusecomp.patterns import activations as act
+from fusecomp.patterns.exponentials import INF, LOG2
 from fusecomp.patterns.lift import RULES, Decline, Index, Lift, argument, lift_argument, rule, runs_over_keys
 from fusecomp.patterns.promotion import single
 from fusecomp.patterns.reductions import reduced
@@ -40,8 +40,6 @@ from fusecomp.patterns.scalars import (
     sinc,
     trunc,
 )
-
-LOG2, INF = math.log(2.0), float("inf")
 
 
 def arithmetic(op: str) -> Callable[..., Expr]:

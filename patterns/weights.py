@@ -40,7 +40,7 @@ from fusecomp.patterns.exponentials import (
 )  # fmt: skip
 from fusecomp.patterns.lift import Decline
 from fusecomp.patterns.masks import conjuncts, split
-from fusecomp.patterns.normalisers import Row, finite, follows_fill, guarded, settled, sunk, unguarded, without_nan
+from fusecomp.patterns.normalisers import Row, follows_fill, guarded, is_finite, settled, sunk, unguarded, without_nan
 from fusecomp.patterns.positive import logarithm
 
 OTHER_ZEROS = (
@@ -120,7 +120,7 @@ def shown(weights: Weights | None, c: Expr) -> Weights | None:
         covered = set(scores.keep) <= set(terms)
         weights = replace(weights, empty_row="zero" if covered and empty in LOSES else empty, zeroed=not covered)
         terms = tuple(t for t in terms if t not in scores.keep)
-    if not finite(weights.factor):  # 0 times it may be NaN
+    if not is_finite(weights.factor):  # 0 times it may be NaN
         shows = reduce(partial(apply, "and"), hidden)
         return replace(weights, factor=apply("where", shows, weights.factor, const(0.0)))
     return weights.times(choice(reduce(partial(apply, "and"), terms))) if terms else weights

@@ -97,7 +97,6 @@ class Program:
                       and storage(x) not in memory]  # fmt: skip
         return [self.calls[n] for n in sorted(found, key=self.place.__getitem__)]
 
-
     def stale(self, given: Collection[Node], calls: Sequence[Call]) -> Node | None:
         """What calls read of memory that is given and that the program then writes into, before the last of them: a
         kernel reads all that it is given at one time."""

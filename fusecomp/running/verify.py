@@ -63,7 +63,7 @@ def verify(
     """Hold a kernel, and its backward, against what they replace, on random inputs; cached by what was compared.
     Raises VerificationError where there is nothing that they can be held against."""
     examples = layout.examples(match)
-    sections = against(match)
+    sections = sections_of(match)
     compared = (kernel, match.region.key, [s.text() for s in sections], examples, dict(sizes), sorted(match.learned))
     name = cache.digest(own_code(), machine(device), *compared)
     path = cache.directory("verdicts") / f"{name}.json"
@@ -115,7 +115,7 @@ def machine(device: torch.device) -> str:
     return f"{chip} torch {torch.__version__} triton {triton.__version__}"
 
 
-def against(match: Match) -> list[Section]:
+def sections_of(match: Match) -> list[Section]:
     """What is held against each other, of which nothing is written into while it is read. Raises VerificationError."""
     sections = [original(match, result) for result in (match.output, *(s.node for s in match.sums))]
     sections += rewritten(match) or ()
